@@ -1,0 +1,1 @@
+"""On the host: build, lock, push, pull, save, load and verify the image."""

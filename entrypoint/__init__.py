@@ -1,0 +1,1 @@
+"""Inside the container, before and around vLLM: facts, plan, preparation, serving."""
