@@ -1,0 +1,629 @@
+"""What the checkpoint is: the model's numbers, which files make it whole, and the bytes of each tensor. Without torch.
+
+Rule order of `read_checkpoint`
+1. A folder is read. A text that is no path but looks like a hub id (`owner/name`) is the fact `local=False`; anything
+   else is refused.
+2. config.json: the text model is `text_config` inside the multimodal wrapper, or the top level. Numbers are read, never
+   assumed; one that is missing is None, and `TextConfig.need` refuses by name where it is needed.
+3. The files are those that the index names; without an index, every *.safetensors of the folder.
+4. Each header is checked before any byte of it is believed: a regular file, no git-lfs pointer, a length that fits,
+   JSON, known dtypes, shapes that give their bytes, tensors that follow one another without gap, and the last offset =
+   the file's size. One name in two files, and a name of the index that its file lacks, are refused.
+
+What is wrong with a checkpoint is a `Refusal` with code 4 that names the file.
+Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import Exit, Refusal
+
+INDEX_NAME = "model.safetensors.index.json"
+
+# The format's own bound; a larger length is garbage, not a header.
+_LARGEST_HEADER_BYTES = 100_000_000
+_LARGEST_JSON_BYTES = 200_000_000
+_MOST_DIMENSIONS = 32
+_MOST_LAYERS = 10_000
+_LARGEST_NUMBER = 1 << 40
+_LFS_MARK = b"version https://git-lfs"
+
+# Bits of one element by the format's dtype names.
+DTYPE_BITS: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+# Which part of the model a tensor belongs to: the first pattern that is found in its name decides (digits are # there).
+CATEGORIES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (category, re.compile(pattern))
+    for category, pattern in (
+        ("mtp", r"(^|\.)mtp\."),
+        ("vision", r"(^|\.)(visual|vision_tower|vision_model)\."),
+        ("table", r"\.ngram_embedding\."),
+        ("ple", r"\.ple\."),
+        ("hyper_connection", r"hyper_connection"),
+        ("experts", r"\.mlp\.experts\."),
+        ("shared_experts", r"\.mlp\.shared_expert\."),
+        ("router", r"\.mlp\.(gate|shared_expert_gate)\."),
+        ("indexer", r"\.self_attn\.indexer\."),
+        ("linear_attention", r"\.linear_attn\."),
+        ("attention", r"\.self_attn\."),
+        ("mlp", r"\.mlp\."),
+        ("embed", r"(^|\.)embed_tokens\."),
+        ("head", r"(^|\.)lm_head\."),
+        ("norms", r"(^|\.)[a-z_]*norm\."),
+    )
+)
+DENSE = ("linear_attention", "attention", "shared_experts", "mlp")
+"""Categories of matrices that every token passes through; experts, table and vocabulary apart."""
+
+# Not parts of the decoder stack, although their names may contain `layers.N`.
+_OUTSIDE = frozenset({"mtp", "vision"})
+
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
+_DIGITS = re.compile(r"[0-9]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SHARD_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_TAKE_CONFIG = "take config.json from the model's repository"
+_DOWNLOAD_AGAIN = "download that file again and compare its size with the one the hub lists"
+
+
+class Tensor(NamedTuple):
+    """One tensor as its header states it. `nbytes` in its file, `file` relative to the checkpoint's folder."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    offset: int
+    """Byte of the file at which the data begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One file of the checkpoint. `header_bytes` counts the 8 bytes of the length too, so the data begins there."""
+
+    name: str
+    size_bytes: int
+    header_bytes: int
+    tensor_count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Numbers of the text model under the names that config.json uses. None: config.json does not say.
+
+    `ple_layer_ids` are 1-based (see `ple_layers`). `dtype` is config.json's `dtype` or `torch_dtype`.
+    """
+
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: int | None = None
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = None
+    mamba_ssm_dtype: str | None = None
+    indexer_n_heads: int | None = None
+    indexer_kv_heads: int | None = None
+    indexer_head_dim: int | None = None
+    indexer_budget: int | None = None
+    indexer_compress_ratio: int | None = None
+    hc_count: int | None = None
+    hc_lowrank: int | None = None
+    ngram_size: int | None = None
+    heads_per_ngram: int | None = None
+    ngram_vocab_size_base: int | None = None
+    make_ngram_vocab_size_divisible_by: int | None = None
+    split_ngram_parts: int | None = None
+    ple_layer_ids: tuple[int, ...] | None = None
+    ple_embed_dim: int | None = None
+    ple_conv_kernel_size: int | None = None
+    output_gate_type: str | None = None
+    dtype: str | None = None
+    tie_word_embeddings: bool | None = None
+    eos_token_id: tuple[int, ...] | None = None
+
+    def need(self, name: str) -> Any:
+        """The value of a field, or a Refusal (code 4) that names the missing key."""
+        value = getattr(self, name)
+        if value is None:
+            raise Refusal(
+                f"config.json does not say {name!r}, which the plan is computed from",
+                "take config.json from the model's original repository; the text model's keys stand in text_config",
+                Exit.CHECKPOINT,
+            )
+        return value
+
+    @property
+    def attention_layers(self) -> tuple[int, ...] | None:
+        """0-based decoder layers with a K/V cache (every type but linear_attention); None where it is not known."""
+        if self.layer_types is not None:
+            return tuple(at for at, kind in enumerate(self.layer_types) if kind != "linear_attention")
+        if self.full_attention_interval and self.num_hidden_layers is not None:
+            return tuple(range(self.full_attention_interval - 1, self.num_hidden_layers, self.full_attention_interval))
+        return None
+
+    @property
+    def linear_layers(self) -> tuple[int, ...] | None:
+        """0-based decoder layers with a recurrent state."""
+        full = self.attention_layers
+        if full is None or self.num_hidden_layers is None:
+            return None
+        return tuple(sorted(set(range(self.num_hidden_layers)) - set(full)))
+
+    @property
+    def ple_layers(self) -> tuple[int, ...]:
+        """0-based decoder layers that look up the n-gram table."""
+        return tuple(layer_id - 1 for layer_id in self.ple_layer_ids or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Bytes by category: `layers[n]` of decoder layer n, `outside` of everything else (embed, head, vision, mtp,
+    ...)."""
+
+    layers: tuple[Mapping[str, int], ...]
+    outside: Mapping[str, int]
+
+    def of(self, *categories: str) -> int:
+        """Bytes of these categories, in the layers and outside."""
+        return sum(part.get(category, 0) for part in (*self.layers, self.outside) for category in categories)
+
+    @property
+    def by_category(self) -> dict[str, int]:
+        """Bytes of each category that occurs, in the order of CATEGORIES, `other` last."""
+        names = (*(category for category, _ in CATEGORIES), "other")
+        return {name: total for name in names if (total := self.of(name))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model folder as its small files and headers state it. With `local=False` (a hub id) everything else is empty.
+
+    `quantization` is the raw quantization_config, `generation` the raw generation_config.json; None where there is
+    none.
+    `unlisted` names files of the folder that the index leaves out.
+    """
+
+    path: str
+    local: bool = True
+    architectures: tuple[str, ...] = ()
+    model_type: str | None = None
+    multimodal: bool = False
+    text: TextConfig = field(default_factory=TextConfig)
+    generation: Mapping[str, Any] | None = field(default=None, hash=False)
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+    tokenizer: bool = False
+    chat_template: bool = False
+    shards: tuple[Shard, ...] = ()
+    unlisted: tuple[str, ...] = ()
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, hash=False, repr=False)
+
+    @property
+    def quantization_groups(self) -> Mapping[str, Any]:
+        """The raw config_groups by name; {} for an unquantized or otherwise described checkpoint."""
+        groups = (self.quantization or {}).get("config_groups")
+        return groups if isinstance(groups, dict) else {}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Bytes by decoder layer and category."""
+        return weigh(self.tensors, self.text.num_hidden_layers)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def category_of(name: str) -> str:
+    """The part of the model that a tensor belongs to, 'other' where no pattern is found in its name."""
+    return _category(_DIGITS.sub("#", name))
+
+
+def _category(template: str) -> str:
+    return next((category for category, pattern in CATEGORIES if pattern.search(template)), "other")
+
+
+def weigh(tensors: Mapping[str, Tensor], layer_count: int | None = None) -> Weights:
+    """Sum `tensors` by decoder layer and category.
+
+    Layers are numbered by `layers.N.` in the names; at least `layer_count` of them are returned (empty where nothing
+    was found).
+    """
+    known: dict[str, str] = {}
+    layers: dict[int, dict[str, int]] = {}
+    outside: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        # 512 experts x 48 layers share a few dozen templates: match the patterns once for each.
+        template = _DIGITS.sub("#", name)
+        category = known.get(template)
+        if category is None:
+            category = known[template] = _category(template)
+        found = None if category in _OUTSIDE else _LAYER.search(name)
+        part = outside if found is None else layers.setdefault(int(found.group(1)), {})
+        part[category] = part.get(category, 0) + tensor.nbytes
+    # A number beyond any sane depth must not become a list of that length.
+    count = max(layer_count or 0, 1 + max((at for at in layers if at < _MOST_LAYERS), default=-1))
+    for at in [at for at in layers if at >= count]:
+        for category, nbytes in layers.pop(at).items():
+            outside[category] = outside.get(category, 0) + nbytes
+    return Weights(layers=tuple(layers.get(at, {}) for at in range(count)), outside=outside)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _bad(file: str, what: str, fix: str = _DOWNLOAD_AGAIN) -> Refusal:
+    return Refusal(f"checkpoint file {file}: {what}", fix, Exit.CHECKPOINT)
+
+
+def _size_of(path: Path, name: str) -> int:
+    """Bytes of a regular file; a Refusal for anything else."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        if path.is_symlink():
+            target = os.readlink(path)
+            raise _bad(name, f"is a link to {target}, which is not here", "mount the link's target too") from None
+        raise _bad(name, "is missing", "download it; all files of the repository belong into one folder") from None
+    except OSError as error:
+        fix = "give this user read access to the folder"
+        raise _bad(name, f"cannot be looked at ({error.strerror})", fix) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise _bad(name, "is not a regular file", "put the file itself there")
+    return found.st_size
+
+
+def _start_of(path: Path, name: str, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(count)
+    except OSError as error:
+        raise _bad(name, f"cannot be read ({error.strerror})", "give this user read access to it") from None
+
+
+def _refuse_pointer(start: bytes, name: str) -> None:
+    if start.startswith(_LFS_MARK):
+        size = re.search(rb"\nsize ([0-9]{1,18})", start)
+        instead = f" instead of its {int(size.group(1)):,} bytes" if size else ""
+        fix = "run `git lfs pull` in the folder, or download the file itself"
+        raise _bad(name, f"is a git-lfs pointer{instead}", fix)
+
+
+def _parse(text: bytes, name: str, what: str) -> Any:
+    """JSON of `text`, a Refusal for anything that is not (NaN, over-deep nesting and non-UTF-8 included)."""
+
+    def refuse_constant(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=refuse_constant)
+    except RecursionError:
+        raise _bad(name, f"{what} is nested too deeply to be one") from None
+    except ValueError as error:
+        raise _bad(name, f"{what} is not valid JSON ({str(error)[:100]})") from None
+
+
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """A small JSON file that holds an object. Raises Refusal (code 4)."""
+    size_bytes = _size_of(path, name)
+    if size_bytes > _LARGEST_JSON_BYTES:
+        raise _bad(name, f"has {size_bytes:,} bytes, far more than such a file can have")
+    text = _start_of(path, name, size_bytes)
+    _refuse_pointer(text, name)
+    if not text.strip(b"\0 \r\n\t"):
+        raise _bad(name, "is empty" if not text.strip() else "is filled with zeros")
+    content = _parse(text, name, "it")
+    if not isinstance(content, dict):
+        raise _bad(name, "is not a JSON object")
+    return content
+
+
+def read_header(path: Path, name: str | None = None) -> tuple[Shard, dict[str, Tensor]]:
+    """The tensors of one safetensors file, proven to cover it exactly.
+
+    Reads the header only; raises Refusal (code 4).
+    """
+    name = name or path.name
+    size_bytes = _size_of(path, name)
+    start = _start_of(path, name, 256)
+    if not start:
+        raise _bad(name, "is empty")
+    _refuse_pointer(start, name)
+    if size_bytes < 8:
+        raise _bad(name, f"has {size_bytes} bytes, less than a header's length takes")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length == 0:
+        zeros = not start.strip(b"\0")
+        raise _bad(name, "is filled with zeros (reserved and never written)" if zeros else "has no header")
+    if length > _LARGEST_HEADER_BYTES:
+        raise _bad(name, f"states a header of {length:,} bytes (at most {_LARGEST_HEADER_BYTES:,}): not safetensors")
+    if 8 + length > size_bytes:
+        raise _bad(name, f"ends inside its header ({size_bytes:,} of at least {8 + length:,} bytes)")
+    text = _start_of(path, name, 8 + length)[8:]
+    if not text.startswith(b"{"):
+        zeros = not text.strip(b"\0")
+        raise _bad(name, "has a header of zeros" if zeros else "has no JSON object as its header: not safetensors")
+    entries = _parse(text, name, "its header")
+    if not isinstance(entries, dict):
+        raise _bad(name, "has no JSON object as its header")
+    entries.pop("__metadata__", None)
+    data_start = 8 + length
+    tensors: dict[str, Tensor] = {}
+    for tensor_name, entry in entries.items():
+        tensors[tensor_name] = _tensor(tensor_name, entry, name, data_start)
+    _refuse_gaps(tensors, name, data_start, size_bytes)
+    shard = Shard(name=name, size_bytes=size_bytes, header_bytes=data_start, tensor_count=len(tensors))
+    return shard, tensors
+
+
+def _tensor(tensor_name: str, entry: Any, file: str, data_start: int) -> Tensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        bits = DTYPE_BITS[dtype]
+    except (TypeError, KeyError, ValueError):
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        what = "without dtype, shape and data_offsets"
+        if isinstance(dtype, str) and dtype not in DTYPE_BITS:
+            what = f"of the unknown dtype {dtype[:20]!r}"
+        raise _bad(file, f"has a tensor {tensor_name[:120]!r} {what}") from None
+    if type(shape) is list and len(shape) <= _MOST_DIMENSIONS and type(begin) is int and type(end) is int:
+        count = 1
+        for size in shape:
+            if type(size) is not int or size < 0 or size >= 1 << 63:
+                break
+            count *= size
+        else:
+            if 0 <= begin <= end and count * bits == (end - begin) * 8:
+                return Tensor(dtype, tuple(shape), end - begin, file, data_start + begin)
+    raise _bad(file, f"has a tensor {tensor_name[:120]!r} whose shape does not give its bytes")
+
+
+def _refuse_gaps(tensors: Mapping[str, Tensor], file: str, data_start: int, size_bytes: int) -> None:
+    """The tensors must follow one another from the header's end to the file's end."""
+    at = data_start
+    for offset, nbytes in sorted((tensor.offset, tensor.nbytes) for tensor in tensors.values()):
+        if offset != at:
+            raise _bad(file, f"has {'overlapping tensors' if offset < at else 'a gap'} at byte {min(offset, at):,}")
+        at += nbytes
+    if at != size_bytes:
+        short = at - size_bytes
+        cut = f"is {short:,} bytes short (cut off)" if short > 0 else f"has {-short:,} bytes after its last tensor"
+        raise _bad(file, f"{cut}: {size_bytes:,} bytes, its header says {at:,}")
+
+
+def _files_of(folder: Path) -> tuple[list[str], Mapping[str, str] | None, tuple[str, ...]]:
+    """(the checkpoint's files in name order, the index's map or None, files that the index leaves out)."""
+    present = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
+    index = folder / INDEX_NAME
+    if index.exists() or index.is_symlink():
+        weight_map = read_json(index, INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _bad(INDEX_NAME, "has no weight_map")
+        named = set()
+        for file in weight_map.values():
+            if not isinstance(file, str) or not file.isprintable() or "/" in file or file in ("", ".", ".."):
+                raise _bad(INDEX_NAME, f"names the file {str(file)[:80]!r}, which is not one of the folder")
+            named.add(file)
+        missing = sorted(name for name in named if not (folder / name).exists())
+        if missing:
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise Refusal(
+                f"checkpoint: {len(missing)} of {len(named)} files named by {INDEX_NAME} are missing: {some}",
+                "download them into the same folder; an interrupted download resumes",
+                Exit.CHECKPOINT,
+            )
+        return sorted(named), weight_map, tuple(name for name in present if name not in named)
+    if not present:
+        others = sorted({entry.suffix for entry in folder.iterdir()} & {".gguf", ".bin", ".pt", ".pth"})
+        raise Refusal(
+            f"checkpoint folder {folder} holds no *.safetensors" + (f" (only {', '.join(others)})" if others else ""),
+            "mount the folder of a safetensors checkpoint",
+            Exit.CHECKPOINT,
+        )
+    _refuse_lost_parts(present)
+    return present, None, ()
+
+
+def _refuse_lost_parts(present: Iterable[str]) -> None:
+    """Without an index the names themselves tell how many parts there are."""
+    sets: dict[tuple[str, int], set[int]] = {}
+    for name in present:
+        found = _SHARD_NAME.fullmatch(name)
+        if found:
+            sets.setdefault((found.group(1), int(found.group(3))), set()).add(int(found.group(2)))
+    for (stem, count), numbers in sets.items():
+        if len(numbers) < count:
+            raise Refusal(
+                f"checkpoint: {INDEX_NAME} is missing, and only {len(numbers)} of {count} parts of {stem} are here",
+                "download the missing files into the same folder",
+                Exit.CHECKPOINT,
+            )
+
+
+def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], dict[str, Tensor], tuple[str, ...]]:
+    """(files, tensors by name, files left out by the index) of a checkpoint folder. Raises Refusal (code 4)."""
+    files, weight_map, unlisted = _files_of(folder)
+    shards, tensors = [], {}
+    for file in files:
+        shard, found = read_header(folder / file, file)
+        shards.append(shard)
+        if not tensors.keys().isdisjoint(found):
+            twice = next(name for name in found if name in tensors)
+            what = f"has the tensor {twice[:120]!r}, and so has {tensors[twice].file}"
+            raise _bad(file, what, "remove the file that does not belong to this checkpoint")
+        tensors.update(found)
+    for name, file in (weight_map or {}).items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.file != file:
+            raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
+    return tuple(shards), tensors, unlisted
+
+
+# --- config -----------------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    # The bound keeps a slip of the keyboard from becoming a list or a search of that length.
+    return type(value) is int and 0 <= value < _LARGEST_NUMBER
+
+
+_KINDS: dict[str, tuple[str, Any]] = {
+    "int": ("a whole number", lambda value: _is_number(value)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("a list of texts", lambda value: all(isinstance(item, str) for item in value)),
+    "tuple[int, ...]": (
+        "a list of whole numbers",
+        lambda value: all(_is_number(item) for item in value),
+    ),
+}
+# Keys that the wrapper may state for the text model, and other spellings of a key.
+_ALSO_OUTSIDE = frozenset({"split_ngram_parts", "tie_word_embeddings", "dtype", "eos_token_id"})
+_OTHER_NAMES = {"dtype": "torch_dtype"}
+
+
+def read_text_config(config: Mapping[str, Any], file: str = "config.json") -> TextConfig:
+    """The text model's numbers out of a config.json, wrapper or flat.
+
+    A value of the wrong kind, or one that contradicts another, is a Refusal (code 4).
+    """
+    inner = config.get("text_config", config)
+    if not isinstance(inner, dict):
+        raise _bad(file, "has a text_config that is not an object")
+    values = {}
+    for entry in fields(TextConfig):
+        places = (inner, config) if entry.name in _ALSO_OUTSIDE else (inner,)
+        names = (entry.name, _OTHER_NAMES.get(entry.name, entry.name))
+        value = next((place[name] for place in places for name in names if place.get(name) is not None), None)
+        if value is None:
+            continue
+        kind = entry.type.removesuffix(" | None")
+        if kind.startswith("tuple"):
+            value = tuple(value) if isinstance(value, list) else (value,)
+        words, right = _KINDS[kind]
+        if not right(value):
+            raise _bad(file, f"{entry.name} is {str(value)[:60]!r}, not {words}", _TAKE_CONFIG)
+        values[entry.name] = value
+    text = TextConfig(**values)
+    if text.num_hidden_layers is not None and not 0 < text.num_hidden_layers <= _MOST_LAYERS:
+        raise _bad(file, f"num_hidden_layers is {text.num_hidden_layers:,}", _TAKE_CONFIG)
+    if text.layer_types is not None and text.num_hidden_layers not in (None, len(text.layer_types)):
+        raise _bad(
+            file,
+            f"names {len(text.layer_types)} layer_types for num_hidden_layers = {text.num_hidden_layers}",
+            _TAKE_CONFIG,
+        )
+    for layer_id in text.ple_layer_ids or ():
+        if not 1 <= layer_id <= (text.num_hidden_layers or layer_id):
+            raise _bad(
+                file,
+                f"ple_layer_ids names layer {layer_id} of {text.num_hidden_layers} (they count from 1)",
+                _TAKE_CONFIG,
+            )
+    return text
+
+
+def _small_files(folder: Path) -> tuple[Mapping[str, Any] | None, bool, bool]:
+    """(generation config, is there a tokenizer, is there a chat template)."""
+
+    def there(name: str) -> bool:
+        path = folder / name
+        if not (path.exists() or path.is_symlink()):
+            return False
+        _size_of(path, name)
+        _refuse_pointer(_start_of(path, name, 256), name)
+        return True
+
+    def content(name: str) -> dict[str, Any] | None:
+        return read_json(folder / name, name) if there(name) else None
+
+    generation = content("generation_config.json")
+    tokenizer = there("tokenizer.json") or there("tokenizer.model") or (there("vocab.json") and there("merges.txt"))
+    template = there("chat_template.jinja") or there("chat_template.json")
+    if not template:
+        template = bool((content("tokenizer_config.json") or {}).get("chat_template"))
+    return generation, tokenizer, template
+
+
+def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
+    """The facts of the checkpoint in the folder `path`; `headers=False` reads the small files only.
+
+    Raises Refusal (code 4) for a folder that is not whole. A hub id gives a Checkpoint with local=False.
+    """
+    text_path = str(path)
+    folder = Path(path).expanduser()
+    name_it = "name the folder that holds config.json and the *.safetensors files"
+    try:
+        names = {entry.name for entry in folder.iterdir()}
+    except (FileNotFoundError, ValueError):
+        if _HUB_ID.fullmatch(text_path):
+            return Checkpoint(path=text_path, local=False)
+        raise Refusal(f"checkpoint folder {text_path!r} does not exist", name_it, Exit.CHECKPOINT) from None
+    except NotADirectoryError:
+        raise Refusal(f"checkpoint {text_path!r} is not a folder", name_it, Exit.CHECKPOINT) from None
+    except OSError as error:
+        fix = "give this user read access to it"
+        raise Refusal(f"checkpoint folder {text_path!r}: {error.strerror}", fix, Exit.CHECKPOINT) from None
+    if "config.json" not in names:
+        what = "has no config.json" if names else "is empty (is the volume mounted?)"
+        raise Refusal(f"checkpoint folder {text_path!r} {what}", name_it, Exit.CHECKPOINT)
+    config = read_json(folder / "config.json", "config.json")
+    text = read_text_config(config)
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise _bad("config.json", "architectures is not a list of names", _TAKE_CONFIG)
+    inner = config.get("text_config")
+    quantization = config.get("quantization_config") or (inner or {}).get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise _bad("config.json", "quantization_config is not an object", _TAKE_CONFIG)
+    generation, tokenizer, chat_template = _small_files(folder)
+    shards, tensors, unlisted = read_tensors(folder) if headers else ((), {}, ())
+    model_type = config.get("model_type")
+    return Checkpoint(
+        path=text_path,
+        architectures=tuple(architectures),
+        model_type=model_type if isinstance(model_type, str) else None,
+        multimodal=inner is not None,
+        text=text,
+        generation=generation,
+        quantization=quantization,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        shards=shards,
+        unlisted=unlisted,
+        tensors=tensors,
+    )
