@@ -165,7 +165,6 @@ def from_server(server: Server, *, model: str | None, key: str | None, key_words
         reply = ask(server, "/metrics", key=key, deadline=until)
         return records.parse_metrics(reply.body) or None if reply.status == 200 else None
 
-    note = ""
     before = None
     if model is None:
         reply = ask(server, "/v1/models", key=key, deadline=patience)
@@ -177,15 +176,16 @@ def from_server(server: Server, *, model: str | None, key: str | None, key_words
             return Finding(REFUSED if meaning == OTHER_WAY else meaning, f"/v1/models: {words}")
     if model is not None:
         before = sample(min(patience, time.monotonic() + last_questions_s))
+        note = ""
         for path, body in WAYS:
             request = {"model": model, "max_tokens": 1, "temperature": 0, **body}
             reply = ask(server, path, key=key, body=request, deadline=patience)
             meaning, words = judge(reply, key_words)
             if meaning != OTHER_WAY:
                 break
-            note = f" ({path}: {words})"
+            note += f"; {path}: {words}"
         if meaning == OTHER_WAY:
-            return Finding(REFUSED, f"{path}: {words}")
+            return Finding(REFUSED, note.removeprefix("; "))
         if meaning == HEALTHY:
             if not has_token(reply.json()):
                 return Finding(DEAD, f"{path} answers without a token: {_excerpt(reply)}")
