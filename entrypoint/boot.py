@@ -1,0 +1,161 @@
+"""Decides which boot phase the engine is in from its log, how long that phase may take, and what a failing log means.
+
+Phases and fingerprints are data (`phases.yaml`, `fingerprints.yaml`). `State` is what the healthcheck, the launcher and a person
+read: one JSON file, replaced atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .units import GIB
+
+SCHEMA = 1
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PERCENT = re.compile(r"(?:Loading safetensors checkpoint shards|Capturing CUDA graphs[^:]*):\s+(\d{1,3})%")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A row of `phases.yaml`."""
+
+    phase: str
+    label: str
+    limit_s: float | None = None
+    per_gib_s: float = 0.0
+    enter: tuple[re.Pattern[str], ...] = ()
+
+    def longest_s(self, weight_bytes: int, wished_s: float | None) -> float | None:
+        """Seconds after which this phase counts as stuck; None for serving."""
+        if self.limit_s is None:
+            return None
+        return wished_s if wished_s is not None else self.limit_s + self.per_gib_s * weight_bytes / GIB
+
+
+@cache
+def phases() -> tuple[Phase, ...]:
+    rows = yaml.safe_load(Path(__file__).with_name("phases.yaml").read_text(encoding="utf-8"))
+    return tuple(Phase(**{**r, "enter": tuple(re.compile(p) for p in r.get("enter", ()))}) for r in rows)
+
+
+def phase_named(name: str) -> Phase:
+    return next(p for p in phases() if p.phase == name)
+
+
+class Follower:
+    """Reads a log line by line and says where the boot is. Phases only go forward."""
+
+    def __init__(self, start: str = "launching"):
+        self._order = [p.phase for p in phases()]
+        self.phase = start
+
+    def feed(self, line: str) -> tuple[str | None, float | None]:
+        """(new phase or None, progress 0..1 or None) after `line`."""
+        line = _ANSI.sub("", line)
+        progress = None
+        if found := _PERCENT.search(line):
+            progress = min(100, int(found[1])) / 100
+        here = self._order.index(self.phase)
+        for at in range(len(self._order) - 1, here, -1):
+            if any(p.search(line) for p in phases()[at].enter):
+                self.phase = self._order[at]
+                return self.phase, progress
+        return None, progress
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A row of `fingerprints.yaml`: a known failure, in the owner's words."""
+
+    id: str
+    match: str
+    error: str
+    fix: str
+    transient: bool = False
+
+
+@cache
+def fingerprints() -> tuple[Fingerprint, ...]:
+    rows = yaml.safe_load(Path(__file__).with_name("fingerprints.yaml").read_text(encoding="utf-8"))
+    return tuple(Fingerprint(**r) for r in rows)
+
+
+def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
+    """Known failures in a log with the line that gave them away, in the order of the table; each at most once."""
+    text = [_ANSI.sub("", line.rstrip("\r\n")) for line in lines]
+    whole = "\n".join(text)
+    out = []
+    for row in fingerprints():
+        if found := re.search(row.match, whole, re.MULTILINE):
+            start = whole.rfind("\n", 0, found.end()) + 1
+            end = whole.find("\n", found.end())
+            out.append((row, whole[start : end if end >= 0 else None].strip()))
+    return out
+
+
+@dataclass
+class State:
+    """The content of state.json. Times are Unix seconds; `deadline_s` is when the phase counts as stuck."""
+
+    phase: str
+    label: str
+    since_s: float
+    started_s: float
+    progress: float | None = None
+    deadline_s: float | None = None
+    pid: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: str | None = None
+    exit_code: int | None = None
+    reason: str | None = None
+    schema: int = SCHEMA
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by the JSON of `value`, all or nothing. Raises OSError."""
+    fd, name = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as f:
+            json.dump(value, f, ensure_ascii=False)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class StateFile:
+    """state.json of one run. Writing never raises: a run must not die of a full tmpfs."""
+
+    def __init__(self, folder: Path, host: str, port: int):
+        self.path = folder / "state.json"
+        now = time.time()
+        self.state = State("planning", phase_named("planning").label, now, now, pid=os.getpid(), host=host, port=port)
+
+    def update(self, phase: str | None = None, **changes: Any) -> None:
+        """Enter `phase` (its clock starts anew) or change fields of the present one, then write the file."""
+        if phase is not None and phase != self.state.phase:
+            known = {p.phase: p.label for p in phases()}
+            self.state.phase = phase
+            self.state.label = known.get(phase, phase)
+            self.state.since_s = time.time()
+            self.state.progress = None
+            self.state.deadline_s = None
+        for key, value in changes.items():
+            setattr(self.state, key, value)
+        try:
+            write_json(self.path, asdict(self.state))
+        except OSError:
+            pass

@@ -1,0 +1,222 @@
+"""`flashnext`: the command line inside the image and on a laptop.
+
+    flashnext plan [--simulate 3x3090 --ram 125GiB] [--json] [--explain] [wishes]
+    flashnext doctor [--json] [wishes]        check this box point by point
+    flashnext prepare [wishes]                everything before the engine, once
+    flashnext serve [wishes]                  prepare, start vLLM and stay with it
+    flashnext explain LOG [--json]            known failures in an engine's log
+
+Exit codes: errors.Exit. Every mistake of a user ends in one ERROR and one Fix line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from . import boot, demo, facts, flags, rules
+from . import doctor as doctor_
+from . import plan as plan_
+from . import prepare as prepare_
+from .errors import Exit, Refusal
+from .show import console, show
+from .simulate import simulate as make_box
+from .supervisor import Supervisor
+from .wishes import Wishes, gather
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Serve Qwen3.8-Flash-Next on a box of 24 GB cards.",
+)
+_WISHES = {"allow_extra_args": True, "ignore_unknown_options": True}
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+EnvFile = Annotated[Path, typer.Option("--env-file", help="File of wishes as NAME=value lines.")]
+
+
+def _wishes(ctx: typer.Context, env_file: Path) -> Wishes:
+    return gather(flags.read(ctx.args), os.environ, env_file)
+
+
+@app.command(context_settings=_WISHES, epilog=flags.help_text())
+def plan(
+    ctx: typer.Context,
+    simulate: Annotated[str | None, typer.Option(help="Plan for a box in words: 3x3090, '2x3090+1x4090'.")] = None,
+    ram: Annotated[str | None, typer.Option(help="RAM of the simulated box.")] = None,
+    cgroup: Annotated[str | None, typer.Option(help="Container limit of the simulated box.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk of the simulated box: nvme, sata, hdd, nfs.")] = None,
+    wsl: Annotated[bool, typer.Option(help="The simulated box is WSL2.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print the budget line by line.")] = False,
+    as_json: Json = False,
+    env_file: EnvFile = Path(".env"),
+) -> None:
+    """Print every environment variable and argument of vllm serve, with its reason."""
+    wishes = _wishes(ctx, env_file)
+    if simulate is None:
+        for name, value in (("--ram", ram), ("--cgroup", cgroup), ("--disk", disk), ("--wsl", wsl)):
+            if value:
+                raise Refusal(
+                    f"{name} describes a simulated box, and there is no --simulate", "add --simulate 3x3090", Exit.USAGE
+                )
+        rules.check_exposure(wishes, facts.read_api_key(wishes) is not None)
+        box = facts.machine(wishes)
+        if not box.gpus and wishes.value("device") != "cpu":
+            raise Refusal(
+                f"no NVIDIA card can be used: {box.gpu_error or 'the driver lists none'}",
+                box.gpu_fix or "plan for another box with --simulate 3x3090 --ram 125GiB",
+                Exit.PLAN,
+            )
+        model = plan_.model_of(facts.checkpoint(wishes))
+    else:
+        if ram is None:
+            raise Refusal("a simulated box needs its RAM", "add --ram 125GiB", Exit.USAGE)
+        box = make_box(simulate, ram=ram, cgroup=cgroup, disk=disk, wsl=wsl)
+        # A laptop has no checkpoint at the default place; a path that was asked for is read.
+        asked = wishes["model"].wished or Path(wishes.value("model"), "config.json").is_file()
+        model = plan_.model_of(facts.checkpoint(wishes)) if asked else plan_.published()
+    made = plan_.make_plan(box, model, wishes)
+    if as_json:
+        print(json.dumps(made.as_dict(), indent=1, ensure_ascii=False))
+    else:
+        show(made, console(), explain)
+
+
+@app.command(context_settings=_WISHES)
+def doctor(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
+    """Check this box point by point: PASS, WARN or FAIL, one fix each."""
+    findings = doctor_.examine(_wishes(ctx, env_file))
+    if as_json:
+        print(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
+    else:
+        doctor_.show(findings, console())
+    worst = max((f.code for f in findings if f.verdict == "FAIL"), default=Exit.OK)
+    raise typer.Exit(int(worst))
+
+
+def _ready(wishes: Wishes) -> tuple[plan_.Plan, str | None, int]:
+    """Everything before the engine: (plan, API key, bytes of weights). Raises Refusal."""
+    if wishes.value("device") == "cpu":
+        _demo_model(wishes)
+    _, model, made, key = facts.everything(wishes)
+    prepare_.folders(wishes)
+    return made, key, sum(s.size_bytes for s in model.shards)
+
+
+def _demo_model(wishes: Wishes) -> None:
+    """On the CPU, a model folder inside our own volume is made if it is not there: the demo needs no download."""
+    folder, data = Path(wishes.value("model")), Path(wishes.value("data"))
+    if not folder.is_relative_to(data) or (folder / "config.json").exists():
+        return
+    prepare_.folders(wishes)
+    try:
+        demo.make(folder)
+    except OSError as e:
+        raise Refusal(
+            f"the demo's model cannot be written to {folder}: {e.strerror}",
+            "free space or give write access there",
+            Exit.TABLE,
+        ) from None
+
+
+@app.command(context_settings=_WISHES)
+def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
+    """Check the box and the checkpoint, make the plan, and make our folders. Exits 0 only where `serve` can start."""
+    made, _, weight_bytes = _ready(_wishes(ctx, env_file))
+    if as_json:
+        print(json.dumps({"plan": made.as_dict(), "weight_bytes": weight_bytes}, ensure_ascii=False))
+    else:
+        show(made, console())
+        print("prepared: the engine can start")
+
+
+@app.command(context_settings=_WISHES)
+def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
+    """Prepare, start vllm serve and stay with it until it ends; exits with the documented codes."""
+    wishes = _wishes(ctx, env_file)
+    state = boot.StateFile(prepare_.state_folder(wishes), wishes.value("host"), wishes.value("port"))
+    state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
+    try:
+        state.update("preparing")
+        made, key, weight_bytes = _ready(wishes)
+        prepare_.port_free(wishes.value("host"), wishes.value("port"))
+        vllm = shutil.which("vllm")
+        if vllm is None:
+            raise Refusal(
+                "there is no `vllm` on PATH",
+                "run inside the image, or where vLLM 0.30.0 is installed",
+                Exit.ENGINE_START,
+            )
+        state.update(model=made.model_name)
+        for note in made.notes:
+            sys.stderr.write(f"flashnext: note: {note}\n")
+        sys.stderr.write("flashnext: " + " ".join(["vllm", *made.argv]) + "\n")
+        env = {**os.environ, **made.env}
+        if key is not None:
+            env["VLLM_API_KEY"] = key
+        code = Supervisor(
+            [vllm, *made.argv],
+            env,
+            state,
+            weight_bytes=weight_bytes,
+            drain_s=wishes.value("drain"),
+            phase_limit_s=wishes.value("boot_timeout"),
+        ).run()
+    except Refusal as e:
+        state.update("failed", exit_code=int(e.code), reason=e.message, pid=None)
+        raise
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def explain(
+    log: Annotated[Path, typer.Argument(help="An engine's log, or - for standard input.")], as_json: Json = False
+) -> None:
+    """Find known failures in an engine's log and say what to do."""
+    try:
+        text = sys.stdin.read() if str(log) == "-" else log.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise Refusal(
+            f"cannot read {log}: {e.strerror}", "name a readable file, or - for standard input", Exit.USAGE
+        ) from None
+    found = boot.explain(text.splitlines())
+    if as_json:
+        print(json.dumps([{**vars(row), "line": line} for row, line in found], indent=1, ensure_ascii=False))
+        return
+    if not found:
+        print("No known failure in this log.")
+    for row, line in found:
+        print(f"ERROR: {row.error}\nFix: {row.fix}\n  line: {line}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit: refusals and usage errors as two lines, never a traceback."""
+    args = sys.argv[1:] if argv is None else argv
+    try:
+        code = app(args=args, prog_name="flashnext", standalone_mode=False)
+        sys.exit(code or 0)
+    except Refusal as e:
+        e.print()
+        sys.exit(int(e.code))
+    except typer.Exit as e:
+        sys.exit(e.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except TyperException as e:
+        if not e.format_message():  # no command: the help has been printed
+            sys.exit(int(Exit.USAGE))
+        Refusal(e.format_message(), "`flashnext --help` lists the commands and their flags", Exit.USAGE).print()
+        sys.exit(int(Exit.USAGE))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
