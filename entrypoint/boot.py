@@ -6,6 +6,7 @@ read: one JSON file, replaced atomically.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -155,7 +156,5 @@ class StateFile:
             self.state.deadline_s = None
         for key, value in changes.items():
             setattr(self.state, key, value)
-        try:
+        with contextlib.suppress(OSError):
             write_json(self.path, asdict(self.state))
-        except OSError:
-            pass

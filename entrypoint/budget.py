@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 BF16_BYTES = 2
 FP32_BYTES = 4
@@ -156,4 +156,4 @@ def partitions(s: Shapes, stages: int) -> Iterator[tuple[int, ...]]:
     sizes = groups(s)
     for cuts in combinations(range(1, len(sizes)), stages - 1):
         edges = [0, *cuts, len(sizes)]
-        yield tuple(sum(sizes[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+        yield tuple(sum(sizes[a:b]) for a, b in pairwise(edges))

@@ -623,7 +623,7 @@ def _blocks(
     room = min(st.available_bytes - st.used_bytes for st in stages)
     card_cap = layout.blocks(room)
     engine_ram, engine_source = _rule("engine_ram_bytes")
-    cache_ram, cache_source = _rule("page_cache_bytes")
+    cache_ram, _cache_source = _rule("page_cache_bytes")
     ram = machine.ram_available_bytes
     if ram is None:
         raise Refusal("how much RAM is available cannot be read", "run where /proc/meminfo is readable", Exit.PLAN)

@@ -138,10 +138,9 @@ class Supervisor:
                     self._say("the engine did not go in time and is killed")
                 self._kill_group(child)
                 break
-            if not forwarded:
-                if refusal := self._stuck() or self._hung():
-                    self._kill_group(child)
-                    return self._fail(refusal)
+            if not forwarded and (refusal := self._stuck() or self._hung()):
+                self._kill_group(child)
+                return self._fail(refusal)
             time.sleep(_TURN_S)
         self._kill_group(child)
         if forwarded:

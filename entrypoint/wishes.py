@@ -28,19 +28,11 @@ from .units import parse_size
 
 # Read by parts other than the plan (compose, the launcher, the image build); never a wish of the engine.
 FOREIGN = frozenset(
-    {
-        "FLASHNEXT_IMAGE",
-        "FLASHNEXT_MODEL_DIR",
-        "FLASHNEXT_DEMO_IMAGE",
-        "FLASHNEXT_DEMO_PORT",
-        "FLASHNEXT_PROJECT",
-        "FLASHNEXT_ENGINE_PYTHON",
-        "FLASHNEXT_PUBLISHED_PORT",
-        "FLASHNEXT_MEMORY_LIMIT",
-        "FLASHNEXT_SHARED",
-        "FLASHNEXT_TEST_BASE",
-        "FLASHNEXT_HEALTH_TIMEOUT",
-    }
+    "FLASHNEXT_" + name
+    for name in (
+        "IMAGE BASE_IMAGE DEMO_IMAGE CPU_BASE_IMAGE MODEL_DIR PROJECT "  # compose and the launcher
+        "SHARED TEST_BASE ENGINE_PYTHON"  # the tests
+    ).split()
 )
 
 
