@@ -366,11 +366,16 @@ def test_a_link_without_its_target_counts_as_missing(tmp_path):
 def test_a_tensor_of_the_index_that_its_file_lacks(tmp_path):
     folder = small(tmp_path)
     index = index_of(folder)
-    first, last = sorted(set(index["weight_map"].values()))[:: len(set(index["weight_map"].values())) - 1]
-    index["weight_map"]["lm_head.weight_packed"] = first
+    name = "model.language_model.norm.weight"
+    home = index["weight_map"][name]
+    assert list(index["weight_map"].values()).count(home) > 1  # the file stays one of the checkpoint's
+    other = next(file for file in index["weight_map"].values() if file != home)
+    index["weight_map"][name] = other
     (folder / INDEX_NAME).write_text(json.dumps(index))
-    message = refusal_of(read_checkpoint, folder).message
-    assert message.startswith(f"checkpoint file {first}: ") and "lm_head.weight_packed" in message and first != last
+    assert f"checkpoint file {other}: lacks the tensor '{name}'" in refusal_of(read_checkpoint, folder).message
+    index["weight_map"] |= {name: home, "no.such.weight": home}
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    assert f"checkpoint file {home}: lacks the tensor 'no.such.weight'" in refusal_of(read_checkpoint, folder).message
 
 
 def test_one_tensor_in_two_files(tmp_path):

@@ -239,6 +239,7 @@ def test_the_catalogue_is_consistent():
     ("nvml_name", "total_mib", "expected"),
     [
         ("NVIDIA GeForce RTX 3090", 24_576, "NVIDIA GeForce RTX 3090"),
+        ("NVIDIA GeForce RTX 3090", 20_480, None),
         ("NVIDIA GeForce RTX 4060 Ti", 16_380, "NVIDIA GeForce RTX 4060 Ti 16GB"),
         ("NVIDIA GeForce RTX 4060 Ti", 8_188, None),
         ("NVIDIA GeForce RTX 4090", 24_564, "NVIDIA GeForce RTX 4090"),
