@@ -6,6 +6,7 @@ the pristine and once on the patched tree, so that each test can show that it fa
 
     run_patched(code, *argv, env={...})   runs `code` on the patched tree, returns stdout, stderr and the exit status
     run_pristine(code, ...)               the same on the untouched tree
+    run_patched(code, card86=True)        vLLM takes the process for one on an 8.6 CUDA card (tests/support/card86)
     run_patched(code).value               the last line of stdout as JSON
 
 Without such an interpreter the tests skip, saying so; with CI set they fail.
@@ -111,7 +112,7 @@ def patched_tree(pristine_tree: Path, tmp_path_factory: pytest.TempPathFactory) 
 def _runner(python: str, tree: Path | None, cache: Path):
     path = [str(tree)] if tree is not None else []
     path.append(str(SUPPORT))
-    if _engine()[1]["torchvision"] is None and (SUPPORT / "stubs").is_dir():
+    if _engine()[1]["torchvision"] is None:
         path.append(str(SUPPORT / "stubs"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON", "FLASHNEXT_"))}
     base = kept | {
@@ -123,10 +124,18 @@ def _runner(python: str, tree: Path | None, cache: Path):
         "VLLM_NO_USAGE_STATS": "1",
     }
 
-    def run(code: str, *argv: str, env: dict[str, str] | None = None, check: bool = True, timeout_s: int = 300) -> Run:
+    def run(
+        code: str,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        card86: bool = False,
+        check: bool = True,
+        timeout_s: int = 600,
+    ) -> Run:
+        more = {"PYTHONPATH": os.pathsep.join([*path, str(SUPPORT / "card86")])} if card86 else {}
         done = subprocess.run(
             [python, "-c", code, *argv],
-            env=base | (env or {}),
+            env=base | more | (env or {}),
             cwd=cache,
             capture_output=True,
             text=True,

@@ -1,0 +1,1 @@
+"""Imported by transformers' video code; nothing in it is used."""

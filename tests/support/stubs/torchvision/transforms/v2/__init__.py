@@ -1,0 +1,1 @@
+"""Only here so that `functional` below it can be imported."""
