@@ -31,7 +31,7 @@ from .errors import Exit, Refusal
 from .image import CPU_BASE_FROM, CPU_BASE_TAG, REPOSITORY
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 LOCAL = REPOSITORY / ".flashnext" / "run"
 BOOT_LIMIT_S = 3 * 3600  # the supervisor's own limits end a boot long before
 _TURN_S = 1.0

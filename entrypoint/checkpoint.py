@@ -22,7 +22,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -86,14 +86,70 @@ _DOWNLOAD_AGAIN = "download that file again and compare its size with the one th
 
 
 class Tensor(NamedTuple):
-    """One tensor as its header states it. `nbytes` in its file, `file` relative to the checkpoint's folder."""
+    """One tensor as its header states it: bytes of data, the file of the folder that holds it, and where they begin."""
 
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     file: str
     offset: int
-    """Byte of the file at which the data begins."""
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Tensors by name, in the order of their files and headers.
+
+    Kept in columns and made into a Tensor when asked: a quarter of a million small objects would take longer to build,
+    and to walk for the garbage collector, than all headers take to read.
+    """
+
+    __slots__ = ("_dtypes", "_files", "_nbytes", "_offsets", "_rows", "_shapes")
+
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        dtypes: Sequence[str] = (),
+        shapes: Sequence[tuple[int, ...]] = (),
+        nbytes: Sequence[int] = (),
+        offsets: Sequence[int] = (),
+        file: str = "",
+    ) -> None:
+        """One file's tensors, a column for each field."""
+        self._rows = dict(zip(names, range(len(dtypes)), strict=True))
+        self._dtypes = list(dtypes)
+        self._shapes = list(shapes)
+        self._nbytes = list(nbytes)
+        self._offsets = list(offsets)
+        self._files = [file] * len(dtypes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        row = self._rows[name]
+        return Tensor(self._dtypes[row], self._shapes[row], self._nbytes[row], self._files[row], self._offsets[row])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) of each tensor."""
+        return zip(self._rows, self._nbytes, strict=True)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of each tensor, by offset."""
+        return sorted(zip(self._offsets, self._nbytes, strict=True))
+
+    def join(self, other: Tensors) -> str | None:
+        """Add all of `other`, unless both have a tensor of the same name: then only that name is given back."""
+        if not self._rows.keys().isdisjoint(other._rows):
+            return next(name for name in other if name in self._rows)
+        self._rows.update(zip(other._rows, range(len(self), len(self) + len(other)), strict=True))
+        self._dtypes += other._dtypes
+        self._shapes += other._shapes
+        self._nbytes += other._nbytes
+        self._offsets += other._offsets
+        self._files += other._files
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +283,7 @@ class Checkpoint:
     chat_template: bool = False
     shards: tuple[Shard, ...] = ()
     unlisted: tuple[str, ...] = ()
-    tensors: Mapping[str, Tensor] = field(default_factory=dict, hash=False, repr=False)
+    tensors: Tensors = field(default_factory=Tensors, hash=False, repr=False)
 
     @property
     def quantization_groups(self) -> Mapping[str, Any]:
@@ -238,12 +294,12 @@ class Checkpoint:
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(nbytes for _, nbytes in self.tensors.sizes())
 
     @cached_property
     def weights(self) -> Weights:
         """Bytes by decoder layer and category."""
-        return weigh(self.tensors, self.text.num_hidden_layers)
+        return weigh(self.tensors.sizes(), self.text.num_hidden_layers)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -254,8 +310,8 @@ def category_of(name: str) -> str:
     return next((category for category, pattern in CATEGORIES if pattern.search(name)), "other")
 
 
-def weigh(tensors: Mapping[str, Tensor], layer_count: int | None = None) -> Weights:
-    """Sum `tensors` by decoder layer and category.
+def weigh(sizes: Iterable[tuple[str, int]], layer_count: int | None = None) -> Weights:
+    """Sum the (name, bytes) pairs by decoder layer and category.
 
     Layers are numbered by `layers.N.` in the names; at least `layer_count` of them are returned (empty where nothing
     was found).
@@ -263,7 +319,7 @@ def weigh(tensors: Mapping[str, Tensor], layer_count: int | None = None) -> Weig
     layers: dict[int, dict[str, int]] = {}
     outside: dict[str, int] = {}
     known: dict[str, tuple[dict[str, int], str]] = {}
-    for name, tensor in tensors.items():
+    for name, nbytes in sizes:
         # Nine names of ten differ behind `.experts.` only, where no pattern looks: decide once for what stands before.
         head, mark, _ = name.partition(".experts.")
         place = known.get(head)
@@ -274,12 +330,12 @@ def weigh(tensors: Mapping[str, Tensor], layer_count: int | None = None) -> Weig
             if mark:
                 known[head] = place
         part, category = place
-        part[category] = part.get(category, 0) + tensor.nbytes
+        part[category] = part.get(category, 0) + nbytes
     # A number beyond any sane depth must not become a list of that length.
     count = max(layer_count or 0, 1 + max((at for at in layers if at < _MOST_LAYERS), default=-1))
     for at in [at for at in layers if at >= count]:
-        for category, nbytes in layers.pop(at).items():
-            outside[category] = outside.get(category, 0) + nbytes
+        for category, total in layers.pop(at).items():
+            outside[category] = outside.get(category, 0) + total
     return Weights(layers=tuple(layers.get(at, {}) for at in range(count)), outside=outside)
 
 
@@ -352,7 +408,7 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def read_header(path: Path, name: str | None = None) -> tuple[Shard, dict[str, Tensor]]:
+def read_header(path: Path, name: str | None = None) -> tuple[Shard, Tensors]:
     """The tensors of one safetensors file, proven to cover it exactly.
 
     Reads the header only; raises Refusal (code 4).
@@ -382,16 +438,16 @@ def read_header(path: Path, name: str | None = None) -> tuple[Shard, dict[str, T
         raise _bad(name, "has no JSON object as its header")
     entries.pop("__metadata__", None)
     data_start = 8 + length
-    tensors = _lay_out(entries, name, data_start)
+    tensors = Tensors(entries, *_columns(entries, name, data_start), name)
     _refuse_gaps(tensors, name, data_start, size_bytes)
     shard = Shard(name=name, size_bytes=size_bytes, header_bytes=data_start, tensor_count=len(tensors))
     return shard, tensors
 
 
-def _lay_out(entries: Mapping[str, Any], file: str, data_start: int) -> dict[str, Tensor]:
-    """The tensors of a parsed header. A quarter of a million of them pass here, hence the plain loop."""
-    tensors: dict[str, Tensor] = {}
-    make = Tensor._make
+def _columns(entries: Mapping[str, Any], file: str, data_start: int) -> tuple[list, list, list, list]:
+    """(dtypes, shapes, nbytes, offsets) of a parsed header's tensors, each proven to be of one piece."""
+    dtypes, shapes, sizes, offsets = [], [], [], []
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
     for name, entry in entries.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -406,10 +462,28 @@ def _lay_out(entries: Mapping[str, Any], file: str, data_start: int) -> dict[str
                     break
                 bits *= size
             if right and bits == (end - begin) * 8:
-                tensors[name] = make((dtype, tuple(shape), end - begin, file, data_start + begin))
+                dtypes.append(dtype)
+                sizes.append(end - begin)
+                offsets.append(data_start + begin)
+                dimensions = tuple(shape)
+                shapes.append(known.setdefault(dimensions, dimensions))
                 continue
         raise _bad(file, f"has a tensor {name[:120]!r} whose shape does not give its bytes")
-    return tensors
+    return dtypes, shapes, sizes, offsets
+
+
+def _refuse_gaps(tensors: Tensors, file: str, data_start: int, size_bytes: int) -> None:
+    """The tensors must follow one another from the header's end to the file's end."""
+    at = data_start
+    for offset, nbytes in tensors.spans():
+        if offset != at:
+            what = "overlapping tensors" if offset < at else "a gap"
+            raise _bad(file, f"has {what} at byte {min(offset, at):,}")
+        at += nbytes
+    if at != size_bytes:
+        short = at - size_bytes
+        cut = f"is {short:,} bytes short (cut off)" if short > 0 else f"has {-short:,} bytes after its last tensor"
+        raise _bad(file, f"{cut}: {size_bytes:,} bytes, its header says {at:,}")
 
 
 def _what_lacks(entry: Any) -> str:
@@ -417,19 +491,6 @@ def _what_lacks(entry: Any) -> str:
     if isinstance(dtype, str) and dtype not in DTYPE_BITS:
         return f"of the unknown dtype {dtype[:20]!r}"
     return "without dtype, shape and data_offsets"
-
-
-def _refuse_gaps(tensors: Mapping[str, Tensor], file: str, data_start: int, size_bytes: int) -> None:
-    """The tensors must follow one another from the header's end to the file's end."""
-    at = data_start
-    for offset, nbytes in sorted([(tensor.offset, tensor.nbytes) for tensor in tensors.values()]):
-        if offset != at:
-            raise _bad(file, f"has {'overlapping tensors' if offset < at else 'a gap'} at byte {min(offset, at):,}")
-        at += nbytes
-    if at != size_bytes:
-        short = at - size_bytes
-        cut = f"is {short:,} bytes short (cut off)" if short > 0 else f"has {-short:,} bytes after its last tensor"
-        raise _bad(file, f"{cut}: {size_bytes:,} bytes, its header says {at:,}")
 
 
 def _files_of(folder: Path) -> tuple[list[str], Mapping[str, str] | None, tuple[str, ...]]:
@@ -483,23 +544,27 @@ def _refuse_lost_parts(present: Iterable[str]) -> None:
             )
 
 
-def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], dict[str, Tensor], tuple[str, ...]]:
+def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, ...]]:
     """(files, tensors by name, files left out by the index) of a checkpoint folder. Raises Refusal (code 4)."""
-    shards, tensors = [], {}
+    shards: list[Shard] = []
+    tensors = Tensors()
+    listed = 0
     with _without_gc():
         files, weight_map, unlisted = _files_of(folder)
         for file in files:
             shard, found = read_header(folder / file, file)
             shards.append(shard)
-            if not tensors.keys().isdisjoint(found):
-                twice = next(name for name in found if name in tensors)
+            twice = tensors.join(found)
+            if twice is not None:
                 what = f"has the tensor {twice[:120]!r}, and so has {tensors[twice].file}"
                 raise _bad(file, what, "remove the file that does not belong to this checkpoint")
-            tensors.update(found)
-        for name, file in (weight_map or {}).items():
-            tensor = tensors.get(name)
-            if tensor is None or tensor.file != file:
-                raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
+            if weight_map is not None:
+                listed += sum([weight_map.get(name) == file for name in found])
+        # A header may hold more than the index lists, never less.
+        if weight_map is not None and listed < len(weight_map):
+            for name, file in weight_map.items():
+                if name not in tensors or tensors[name].file != file:
+                    raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
     return tuple(shards), tensors, unlisted
 
 

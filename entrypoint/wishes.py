@@ -30,7 +30,7 @@ from .units import parse_size
 FOREIGN = frozenset(
     "FLASHNEXT_" + name
     for name in (
-        "IMAGE BASE_IMAGE DEMO_IMAGE CPU_BASE_IMAGE MODEL_DIR PROJECT "  # compose and the launcher
+        "IMAGE BASE_IMAGE DEMO_IMAGE CPU_BASE_IMAGE PYTHON_IMAGE MODEL_DIR PROJECT "  # compose and the launcher
         "SHARED TEST_BASE ENGINE_PYTHON"  # the tests
     ).split()
 )
