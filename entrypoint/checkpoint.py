@@ -98,8 +98,8 @@ class Tensor(NamedTuple):
 class Tensors(Mapping[str, Tensor]):
     """Tensors by name, in the order of their files and headers.
 
-    Kept in columns and made into a Tensor when asked: a quarter of a million small objects would take longer to build,
-    and to walk for the garbage collector, than all headers take to read.
+    Kept in columns and made into a Tensor when asked: a quarter of a million small objects cost as much again as reading
+    the headers, half of it for the garbage collector's walks.
     """
 
     __slots__ = ("_dtypes", "_files", "_nbytes", "_offsets", "_rows", "_shapes")

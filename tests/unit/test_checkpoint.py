@@ -73,7 +73,7 @@ def test_a_checkpoint_of_170_gb_is_read_by_its_headers(full):
     spent_s, read_bytes = time.process_time() - start, bytes_read_so_far() - before
     assert size_bytes > 171e9
     assert read_bytes < 70e6, read_bytes
-    assert spent_s < 4, spent_s  # 1.0 s on an idle core of the test machine
+    assert spent_s < 4, spent_s  # 1.5 s with both cores busy, 0.7 of it the JSON itself
     assert gc.isenabled()
     assert len(checkpoint.tensors) == 228_046
     assert checkpoint.total_bytes == sum(shard.size_bytes - shard.header_bytes for shard in checkpoint.shards)
@@ -114,15 +114,9 @@ def test_hyper_connection_in_bf16_is_the_articles_figure():
     tensors["model.hyper_connection_mixer.input_mix_weight_down.weight"] = ("BF16", (320, 10_240))
     tensors["model.hyper_connection_mixer.input_mix_weight_up.weight"] = ("BF16", (10_240, 320))
     tensors["model.hyper_connection_mixer.hc_norm.weight"] = ("BF16", (10_240,))
-    sized = {name: _Sized(nbytes(spec)) for name, spec in tensors.items()}
-    weights = weigh(sized)
+    weights = weigh((name, nbytes(spec)) for name, spec in tensors.items())
     assert round(weights.of("hyper_connection") / 2**30, 3) == 1.193
     assert weights.outside["hyper_connection"] == 13_127_680
-
-
-class _Sized:
-    def __init__(self, size):
-        self.nbytes = size
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,7 @@ def test_categories(name, category):
 
 def test_absurd_layer_numbers_do_not_become_lists():
     name = "model.layers.999999.mlp.up_proj.weight"
-    weights = weigh({name: _Sized(7), f"model.layers.{'9' * 5000}.mlp.up_proj.weight": _Sized(5)}, layer_count=2)
+    weights = weigh([(name, 7), (f"model.layers.{'9' * 5000}.mlp.up_proj.weight", 5)], layer_count=2)
     assert (len(weights.layers), weights.outside) == (2, {"mlp": 12})
 
 
