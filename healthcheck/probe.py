@@ -14,9 +14,9 @@ Rule order, the first that applies:
       a phase before serving                            starting
       stopping                                          refused
       serving, or a phase this probe does not know      rule 2
- 2. The model's name from --model, state.json or /v1/models; then a chat completion of one token at temperature 0, and
-    where the server has no chat template, a plain completion. A token (usage.completion_tokens, or any text,
-    reasoning or tool call) is healthy. Everything else is in the tables below (FAULT_MEANS, HTTP_MEANS):
+ 2. The model's name from --model, state.json or /v1/models; then a chat completion of one token, and where the server
+    has no chat template, a plain completion. A token (usage.completion_tokens, or any text, reasoning or tool call) is
+    healthy. Everything else is in the tables below (FAULT_MEANS, HTTP_MEANS):
       no connection, reset, not HTTP, not JSON          dead
       200 without a token, 500, 502                     dead (vLLM answers 500 when its engine died)
       400 404 405 422 501                               the other kind of completion; after both, refused
@@ -89,6 +89,8 @@ HTTP_MEANS = {
 HTTP_CLASS_MEANS = {3: REFUSED, 4: REFUSED}
 
 QUESTION = "Say hi."
+# No temperature, so the server's own sampling settings, as its users get them: at temperature 0 vLLM skips the sampler,
+# and an engine whose sampler cannot be compiled gives the probe a token and dies at the first user.
 WAYS = (
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     ("/v1/completions", {"prompt": QUESTION}),
@@ -178,7 +180,7 @@ def from_server(server: Server, *, model: str | None, key: str | None, key_words
         before = sample(min(patience, time.monotonic() + last_questions_s))
         note = ""
         for path, body in WAYS:
-            request = {"model": model, "max_tokens": 1, "temperature": 0, **body}
+            request = {"model": model, "max_tokens": 1, **body}
             reply = ask(server, path, key=key, body=request, deadline=patience)
             meaning, words = judge(reply, key_words)
             if meaning != OTHER_WAY:

@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,7 +74,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(python: str, model: Path, folder: Path, **environment: str):
+def serving(python: str, model: Path, folder: Path, *flags: str, **environment: str):
     """`vllm serve` until its /health answers; ended with all its children."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON", "FLASHNEXT_"))}
     env = kept | {
@@ -90,7 +91,7 @@ def serving(python: str, model: Path, folder: Path, **environment: str):
     port = free_port()
     argv = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny"]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "1"]
-    argv += ["--max-num-batched-tokens", "8", "--block-size", "32", "--no-enable-prefix-caching"]
+    argv += ["--max-num-batched-tokens", "8", "--block-size", "32", "--no-enable-prefix-caching", *flags]
     log = folder / "vllm.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(argv, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
@@ -254,12 +255,19 @@ def test_dead_when_the_engine_is_killed(vllm, health):
 
 @pytest.mark.slow
 def test_dead_at_the_first_token_where_torch_has_no_compiler(engine_python, model, tmp_path):
-    """It boots, /health says 200, and the first sampled token ends the engine: the reason to ask for a token at all."""
-    bare = tmp_path / "bin"
+    """It boots, /health says 200, and the first token that is sampled ends the engine: why a token is asked for at all.
+
+    A greedy token does not reach the code that fails, so a probe at temperature 0 would say healthy here.
+    """
+    bare, folder = tmp_path / "bin", tmp_path / "vllm"
     bare.mkdir()
-    folder = tmp_path / "vllm"
     folder.mkdir()
-    with serving(engine_python, model, folder, PATH=str(bare), CXX=str(bare / "c++")) as server:
+    (bare / "lscpu").symlink_to(shutil.which("lscpu"))  # vLLM's CPU worker does not start without it
+    environment = {"PATH": str(bare), "CXX": str(bare / "c++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    with serving(engine_python, model, folder, "--enforce-eager", **environment) as server:
+        greedy = server.post({"prompt": "x", "max_tokens": 1, "temperature": 0})
+        with contextlib.closing(greedy):
+            assert greedy.getresponse().status == 200
         code, record = command(server, tmp_path)("--timeout", "60")
         assert (code, record["status"]) == (1, "dead"), record
         assert "InvalidCxxCompiler" in server.log.read_text()
