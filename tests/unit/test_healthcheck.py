@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from entrypoint import boot
 from healthcheck import probe as probing
 from healthcheck import records
 from healthcheck.probe import BUSY, DEAD, EXIT, HEALTHY, HUNG, NO_TOKEN, REFUSED, STARTING, Finding, decide, main
@@ -649,6 +650,25 @@ def test_serving_is_probed_where_the_state_says(server, with_state):
     code, health = with_state(state(host="0.0.0.0", port=port, model="mine", deadline_s=1.0))
     assert (code, health["status"], health["url"]) == (0, HEALTHY, f"http://127.0.0.1:{port}")
     assert server.seen[1][3]["model"] == "mine"
+
+
+def test_what_the_supervisor_writes_is_what_the_probe_reads(server, tmp_path, capsys):
+    file = boot.StateFile(tmp_path, "0.0.0.0", server.server_address[1])
+    said = []
+    for phase in [*(phase.phase for phase in boot.phases()), "stopping", "stopped", "failed"]:
+        file.update(phase, model="mine", reason="why" if phase == "failed" else None)
+        main(["--state-dir", str(tmp_path)])
+        said.append((phase, capsys.readouterr().out.split(":")[0]))
+        assert records.read_state(tmp_path, boot_s=None)[1] is None
+    statuses = dict(said)
+    assert [statuses.pop(phase) for phase in ("serving", "stopping", "stopped", "failed")] == [
+        HEALTHY,
+        REFUSED,
+        DEAD,
+        DEAD,
+    ]
+    assert set(statuses.values()) == {STARTING}
+    assert statuses.keys() == {phase for phase, meaning in probing.PHASES.items() if meaning == probing.BOOT}
 
 
 def test_a_zombie_is_not_alive():
