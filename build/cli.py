@@ -276,21 +276,32 @@ def verify_command(
         data = {"image": ref, "id": image_id, "checks": [dataclasses.asdict(c) for c in checks]}
         print(json.dumps({"ok": not failed, **data}))
     else:
-        table = rich.table.Table(box=None, pad_edge=False)
-        for header in ("", "check", "seen"):
-            table.add_column(header, overflow="fold")
-        for c in checks:
-            mark = rich.text.Text("PASS", "green") if c.ok else rich.text.Text("FAIL", "bold red")
-            table.add_row(mark, c.name, rich.text.Text(c.detail))
-        rich.console.Console(highlight=False).print(table)
+        _print_checks(checks)
     if failed:
+        only_dirty = failed == ["revision"]
         refusal = Refusal(
             f"{ref} failed {len(failed)} of {len(checks)} checks: {', '.join(failed)}",
-            "build it again with `image build` from a clean clone, then look at the first FAIL",
+            "build it from a committed tree, or pass --allow-dirty"
+            if only_dirty
+            else "build it with `image build` from a clean clone; the first FAIL tells where it differs",
             Exit.VERIFY,
         )
         refusal.print()
         raise typer.Exit(refusal.code)
+
+
+def _print_checks(checks: list[verification.Check]) -> None:
+    if not sys.stdout.isatty():
+        for c in checks:
+            print(f"{'PASS' if c.ok else 'FAIL'}  {c.name:15} {c.detail}")
+        return
+    table = rich.table.Table(box=None, pad_edge=False)
+    for header in ("", "check", "seen"):
+        table.add_column(header, overflow="fold")
+    for c in checks:
+        mark = rich.text.Text("PASS", "green") if c.ok else rich.text.Text("FAIL", "bold red")
+        table.add_row(mark, c.name, rich.text.Text(c.detail))
+    rich.console.Console(highlight=False).print(table)
 
 
 def main(argv: list[str] | None = None) -> int:

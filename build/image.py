@@ -10,7 +10,8 @@ What an image says about itself, all of it from the tree that it is built from:
 - revision: git's commit, with "-dirty" behind it if the tree differs from it (untracked files count, the build sees
   them); "unknown" outside a git checkout.
 - created: SOURCE_DATE_EPOCH if set (buildx then also gives layers that date), else now.
-They go in twice: as build arguments for a Dockerfile that uses them, and as labels for one that does not.
+They go in twice: as build arguments for a Dockerfile that uses them, and as labels for one that does not. The label
+io.flashnext.series is the sha256 of the series' targets.toml: which bytes of vLLM were found, and which were left.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ CPU_BASE_FROM = "python:3.11-slim-bookworm"
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 LABEL = "org.opencontainers.image."
 INPUTS_LABEL = "io.flashnext.inputs"
+SERIES_LABEL = "io.flashnext.series"
+SERIES_TARGETS = "patches/vllm-0.30.0/targets.toml"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +165,10 @@ def image_request(
     }
     if reference.digest:
         labels["base.digest"] = reference.digest
+    labels = {LABEL + key: value for key, value in labels.items()}
+    targets = root / SERIES_TARGETS
+    if targets.is_file():
+        labels[SERIES_LABEL] = hashlib.sha256(targets.read_bytes()).hexdigest()
     return BuildRequest(
         context=root,
         dockerfile=dockerfile or root / "Dockerfile",
@@ -174,7 +181,7 @@ def image_request(
             "CREATED": source.created,
             **(extra_args or {}),
         },
-        labels={LABEL + key: value for key, value in labels.items()},
+        labels=labels,
         **options,
     )
 

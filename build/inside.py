@@ -1,7 +1,8 @@
 """What `image verify` runs inside the image, with the image's own Python, as the image's own user.
 
-Stdlib only (and the image's vLLM for the last check): this text is handed to `python3 -c`, nothing is copied in. Each
-check prints one line, `flashnext-check: {"name", "ok", "detail"}`; vLLM's own output may stand between them. A check
+Stdlib only (and the image's vLLM for the last check): this text is handed to `python3 -c`, nothing is copied in. Which
+Python is the engine's differs from base to base, and the kit's own stands before it on PATH: it is the first python3 on
+PATH that finds `vllm`, and this text starts itself again with that one. Each check prints one line, `flashnext-check: {"name", "ok", "detail"}`; vLLM's own output may stand between them. A check
 that raises has failed, the next one still runs.
 
 The series is checked where Python finds vLLM, without importing it. The plan's argv is given to the parser that `vllm
@@ -31,14 +32,25 @@ def engine_tree():
     """The folder that holds the package `vllm`."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
-        raise RuntimeError(f"{sys.executable} finds no vllm; python3 on the image's PATH must be the engine's")
+        raise RuntimeError("no python3 on the image's PATH finds vllm")
     return Path(spec.origin).parent.parent
+
+
+def become_engine_python():
+    """Start this text again with the engine's Python, if there is one and this is not it."""
+    if importlib.util.find_spec("vllm"):
+        return
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        python = os.path.join(folder, "python3")
+        if os.access(python, os.X_OK) and subprocess.run([python, "-c", probe], capture_output=True).returncode == 0:
+            os.execv(python, [python, *sys.orig_argv[1:]])
 
 
 def series_label():
     folder = HOME / "patches" / "vllm-0.30.0"
     digest = hashlib.sha256((folder / "targets.toml").read_bytes()).hexdigest()
-    wanted = os.environ.get("FLASHNEXT_VERIFY_SERIES", "")
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     if digest != wanted:
         raise RuntimeError(f"label io.flashnext.series says {wanted or 'nothing'}, targets.toml has {digest}")
     return digest
@@ -46,14 +58,17 @@ def series_label():
 
 def series_applied():
     tree = engine_tree()
-    answer = subprocess.run(
-        [sys.executable, str(HOME / "patches" / "apply.py"), str(tree), "--check"], capture_output=True, text=True
-    )
+    command = [sys.executable, str(HOME / "patches" / "apply.py"), str(tree), "--check", "--json"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    try:
+        told = json.loads(answer.stdout)
+        others = [f["path"] + " " + f["state"] for f in told["files"] if f["state"] != "applied"]
+        seen = f"{len(told['patches'])} patches, {len(told['files'])} files, engine package {told['engine']}"
+    except (ValueError, KeyError):
+        others, seen = [], last_line(answer.stderr, answer.stdout)
     if answer.returncode:
-        raise RuntimeError(
-            f"apply.py --check on {tree}: exit {answer.returncode}: {last_line(answer.stdout, answer.stderr)}"
-        )
-    return f"{tree}: {last_line(answer.stdout)}"
+        raise RuntimeError(f"{tree}: apply.py --check ended with {answer.returncode}: {', '.join(others) or seen}")
+    return f"{tree}: {seen}"
 
 
 def plan_accepted():
@@ -85,6 +100,7 @@ def plan_accepted():
 
 
 def main():
+    become_engine_python()
     for name, check in (
         ("series label", series_label),
         ("series applied", series_applied),

@@ -18,10 +18,9 @@ import docker
 import requests.exceptions
 
 from .errors import docker_errors
-from .image import LABEL
+from .image import LABEL, SERIES_LABEL
 
 LABELS = tuple(LABEL + n for n in ("title", "description", "version", "revision", "created", "licenses", "base.name"))
-SERIES_LABEL = "io.flashnext.series"
 INSIDE = ("series label", "series applied", "plan accepted")
 MARK = "flashnext-check: "
 INSIDE_TIMEOUT_S = 300  # importing vLLM from a cold disk took 18 s where this was written
@@ -75,8 +74,8 @@ def inside_checks(client: docker.DockerClient, image_id: str, series: str) -> li
         container = client.containers.create(
             image_id,
             entrypoint=["python3"],
-            command=["-c", (Path(__file__).parent / "inside.py").read_text()],
-            environment={"FLASHNEXT_VERIFY_SERIES": series, "VLLM_TARGET_DEVICE": "cpu"},
+            command=["-c", (Path(__file__).parent / "inside.py").read_text(), series],
+            environment={"VLLM_TARGET_DEVICE": "cpu"},
             network_mode="none",
             healthcheck={"test": ["NONE"]},
         )

@@ -183,8 +183,28 @@ def cpu_base_image(engine, tool, base_image) -> str:
     with contextlib.suppress(docker.errors.ImageNotFound):
         if engine.images.get(CPU_BASE_TAG).labels.get(INPUTS_LABEL) == wanted:
             return CPU_BASE_TAG
-    tool.json("cpu-base", "--base", base_image)
+    with _replacing(engine, CPU_BASE_TAG):
+        tool.json("cpu-base", "--base", base_image)
     return CPU_BASE_TAG
+
+
+@contextlib.contextmanager
+def _replacing(engine: docker.DockerClient, tag: str) -> Iterator[None]:
+    """The image that had `tag` before the body, and has none after it, is removed."""
+    old = next((image.id for image in engine.images.list(name=tag)), None)
+    yield
+    with contextlib.suppress(docker.errors.APIError):
+        if old and not engine.images.get(old).tags:
+            engine.images.remove(old)
+
+
+@pytest.fixture(scope="session")
+def server_image(engine, tool, cpu_base_image) -> str:
+    """The real image on the CPU base, from this tree (seconds if nothing changed)."""
+    tag = "flashnext-test-server:1"
+    with _replacing(engine, tag):
+        tool.json("build", "--base", cpu_base_image, "--tag", tag)
+    return tag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +251,16 @@ def _wait_for_registry(server: subprocess.Popen, port: int, log: Path) -> None:
 
 @pytest.fixture
 def unique_name(engine) -> Iterator[str]:
-    """A repository name nobody has; every local image under it is removed afterwards."""
+    """A repository name nobody has; local images under it, or left without a name meanwhile, are removed afterwards."""
     name = f"flashnext-test-{uuid.uuid4().hex[:12]}"
+    nameless = {"dangling": True}
+    before = {image.id for image in engine.images.list(filters=nameless)}
     yield name
-    for image in engine.images.list():
-        for tag in image.tags:
-            if name in tag:
-                with contextlib.suppress(docker.errors.APIError):
-                    engine.images.remove(tag, force=True)
+    mine = [ref for image in engine.images.list() for ref in (*image.tags, *image.attrs["RepoDigests"]) if name in ref]
+    for ref in mine:
+        with contextlib.suppress(docker.errors.APIError):
+            engine.images.remove(ref, force=True)
+    for image in engine.images.list(filters=nameless):
+        if image.id not in before:
+            with contextlib.suppress(docker.errors.APIError):
+                engine.images.remove(image.id)

@@ -386,6 +386,40 @@ def test_verify_names_every_fault_of_an_image_that_is_not_ours(tool, base_image)
 
 
 @pytest.mark.slow
+def test_verify_passes_the_real_image_and_the_real_parser_reads_our_plan(tool, server_image):
+    answer = tool("verify", server_image, "--allow-dirty")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = {line[6:22].strip(): line[:4] for line in answer.stdout.splitlines()}
+    names = ("labels", "user", "healthcheck", "entrypoint", "series label", "series applied", "plan accepted")
+    assert rows == dict.fromkeys(names, "PASS")
+
+
+@pytest.mark.slow
+def test_verify_names_what_was_tampered_with(tool, server_image, tmp_path, unique_name):
+    vllm = "/opt/vllm/lib/python3*/site-packages/vllm"
+    lines = (
+        "ARG BASE_IMAGE",
+        "FROM ${BASE_IMAGE}",
+        "USER 0:0",
+        f"RUN echo '#' >> $(ls {vllm}/models/qwen4_exp/common/qsa_cache.py)",
+        # an engine that calls its option something longer: what our plan says is now a prefix, and argparse would take it
+        f"RUN sed -i 's/--max-num-seqs/--max-num-seqs-total/' {vllm}/engine/arg_utils.py",
+        "USER 10001:10001",
+        "LABEL io.flashnext.series=0000",
+        "",
+    )
+    (tmp_path / "Dockerfile").write_text("\n".join(lines))
+    # not by the tool: its labels would cover these
+    build = ("docker", "build", "-q", "-t", f"{unique_name}:1", "--build-arg", f"BASE_IMAGE={server_image}", tmp_path)
+    subprocess.run(build, check=True, capture_output=True)
+    answer = tool("verify", f"{unique_name}:1", "--allow-dirty")
+    refused(answer, 9, "failed 3 of 7 checks: series label, series applied, plan accepted")
+    seen = {line[6:22].strip(): line for line in answer.stdout.splitlines()}
+    assert "vllm/models/qwen4_exp/common/qsa_cache.py drift" in seen["series applied"]
+    assert "--max-num-seqs" in seen["plan accepted"]
+
+
+@pytest.mark.slow
 def test_the_cpu_base_runs_vllm_on_the_cpu_platform(engine, cpu_base_image):
     def run(*words: str) -> str:
         return engine.containers.run(cpu_base_image, list(words[1:]), entrypoint=[words[0]], remove=True).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_a_malformed_source_date_epoch_is_refused(tmp_path, value):
     assert value in refused.value.message
 
 
-def test_arguments_and_labels_of_the_image():
+def test_arguments_and_labels_of_the_image(tmp_path):
     request = image_request(ROOT, SOURCE, f"vllm/vllm-openai:v0.30.0@{DIGEST}", environ={"https_proxy": "http://p:1"})
     assert request.tags == ("flashnext:0.1.0",)
     assert request.args == {
@@ -108,14 +109,17 @@ def test_arguments_and_labels_of_the_image():
         "REVISION": "a" * 40,
         "CREATED": "2026-11-30T12:00:00Z",
     }
+    targets = (ROOT / "patches/vllm-0.30.0/targets.toml").read_bytes()
     assert request.labels == {
+        "io.flashnext.series": hashlib.sha256(targets).hexdigest(),
         "org.opencontainers.image.version": "0.1.0",
         "org.opencontainers.image.revision": "a" * 40,
         "org.opencontainers.image.created": "2026-11-30T12:00:00Z",
         "org.opencontainers.image.base.name": "vllm/vllm-openai:v0.30.0",
         "org.opencontainers.image.base.digest": DIGEST,
     }
-    assert "org.opencontainers.image.base.digest" not in image_request(ROOT, SOURCE, "base:1").labels
+    elsewhere = image_request(tmp_path, SOURCE, "base:1").labels
+    assert not {"org.opencontainers.image.base.digest", "io.flashnext.series"} & set(elsewhere)
 
 
 def test_a_build_argument_of_the_user_wins():
