@@ -3,9 +3,10 @@
     python3 -m tests.gpu.run --site DIR --out DIR [--work DIR] [--only NAME,...] [--budget SECONDS] [--cache FILE]
 
 One-card experiments run side by side, one on each card; then those of two cards, one after another. What does not fit
-into the budget any more is named and left out. OUT gets one log an experiment, results.json, and cache.tar.xz with the
-compiled kernels; --cache takes such a file from an earlier run. Exit status: 0 all passed, 1 a failure, 3 something was
-left out for lack of time or cards.
+into the budget any more is named and left out. OUT gets results.json, logs.tar.xz (both after every experiment), and the
+compiled kernels as cache.tar.xz.0, .1, ...; --cache takes a folder with such files from an earlier run. Few and small
+files, since that is all that comes back from some machines. Exit status: 0 all passed, 1 a failure, 3 something was left
+out for lack of time or cards.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from . import experiments
 from .experiments import EXPERIMENTS, Experiment, Place
 
-RESERVE_S = 25
+RESERVE_S = 30
 """Kept back for packing the caches."""
+CACHE_PARTS, CACHE_PART_BYTES = 4, 15 << 20
 LEAST_S = 45
 """An experiment with less time left than this is not begun."""
 
@@ -34,7 +36,8 @@ def cards() -> int:
 
 def make_all(chosen: list[Experiment], place: Place) -> set[str]:
     """Make every checkpoint at once, each in a process. Returns the names of experiments whose checkpoint is not right."""
-    started = {place.checkpoint(e): (e, experiments.make_checkpoint(e, place)) for e in reversed(chosen)}
+    each = {place.checkpoint(e): e for e in chosen}
+    started = {folder: (e, experiments.make_checkpoint(e, place)) for folder, e in each.items()}
     wrong: set[pathlib.Path] = set()
     for folder, (experiment, process) in started.items():
         printed = process.communicate()[0]
@@ -45,6 +48,23 @@ def make_all(chosen: list[Experiment], place: Place) -> set[str]:
     return {e.name for e in chosen if place.checkpoint(e) in wrong}
 
 
+def shell(line: str, limit_s: float) -> bool:
+    try:
+        return subprocess.run(["sh", "-c", line], timeout=limit_s).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def pack_cache(work: pathlib.Path, out: pathlib.Path) -> None:
+    """The compiled kernels in parts; nothing at all if there are too many, since a part alone is of no use."""
+    whole = work / "cache.tar.xz"
+    if shell(f"tar -C {work} -c cache/triton cache/humming | xz -3 -T0 > {whole}", RESERVE_S - 5):
+        size = whole.stat().st_size
+        print(f"compiled kernels: {size / 1e6:.1f} MB packed", flush=True)
+        if size <= CACHE_PARTS * CACHE_PART_BYTES:
+            shell(f"split -d -a 1 -b {CACHE_PART_BYTES} {whole} {out / 'cache.tar.xz.'}", 30)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--site", type=pathlib.Path, required=True)
@@ -52,18 +72,18 @@ def main() -> int:
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/flashnext-gpu"))
     parser.add_argument("--only", default=",".join(e.name for e in EXPERIMENTS))
     parser.add_argument("--budget", type=float, default=570)
-    parser.add_argument("--cache", type=pathlib.Path)
+    parser.add_argument("--cache", type=pathlib.Path, help="folder with cache.tar.xz.N of an earlier run")
     opt = parser.parse_args()
     begun = time.monotonic()
 
     def left() -> float:
         return opt.budget - RESERVE_S - (time.monotonic() - begun)
 
-    place = Place(opt.site.resolve(), opt.work.resolve(), opt.out.resolve())
+    place = Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs")
     place.work.mkdir(parents=True, exist_ok=True)
-    place.out.mkdir(parents=True, exist_ok=True)
-    if opt.cache and opt.cache.exists():
-        subprocess.run(["tar", "-xJf", str(opt.cache.resolve()), "-C", str(place.work)], check=True)
+    opt.out.mkdir(parents=True, exist_ok=True)
+    if opt.cache and (parts := sorted(opt.cache.glob("cache.tar.xz.*"))):
+        shell(f"cat {' '.join(str(part.resolve()) for part in parts)} | tar -xJ -C {place.work}", 120)
     chosen = [experiments.BY_NAME[name] for name in opt.only.split(",")]
     wrong = make_all(chosen, place)
     print(f"made after {time.monotonic() - begun:.0f} s", flush=True)
@@ -90,13 +110,10 @@ def main() -> int:
                 free = sorted(free + running.pop(done))
                 results.append(done.result())
                 print(experiments.summary(results[-1]), flush=True)
-                (place.out / "results.json").write_text(json.dumps(results, indent=1))
+                (opt.out / "results.json").write_text(json.dumps(results, indent=1))
+                shell(f"tar -C {place.work} -cJf {opt.out / 'logs.tar.xz'} logs", 60)
     if (place.work / "cache").exists():
-        pack = f"tar -C {place.work} -c cache/triton cache/humming | xz -3 -T0 > {place.out / 'cache.tar.xz'}"
-        try:
-            subprocess.run(["sh", "-c", pack], timeout=RESERVE_S)
-        except subprocess.TimeoutExpired:
-            (place.out / "cache.tar.xz").unlink(missing_ok=True)
+        pack_cache(place.work, opt.out)
     failed = [r["name"] for r in results if r["faults"]]
     print(
         f"{len(results) - len(failed)} passed, failed: {failed}, left out: {skipped}, {time.monotonic() - begun:.0f} s"
