@@ -137,6 +137,7 @@ def environment(experiment: Experiment, place: Place, cards: str) -> dict[str, s
         path.insert(0, str(target))
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",  # this folder's module names are nobody else's business
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": cards,
         "HF_HUB_OFFLINE": "1",
