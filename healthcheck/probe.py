@@ -373,7 +373,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--timeout", metavar="S", default=DEFAULT_TIMEOUT_S, help="for the whole probe (default: 20)")
     parser.add_argument(
-        "--stall", metavar="S", default=DEFAULT_STALL_S, help="no progress for so long is hung, not busy (default: 300)"
+        "--stall",
+        metavar="S",
+        default=os.environ.get("FLASHNEXT_STALL_TIMEOUT") or DEFAULT_STALL_S,
+        help="no progress for so long is hung, not busy (default: $FLASHNEXT_STALL_TIMEOUT, else 300)",
     )
     parser.add_argument("--json", action="store_true", help="print the health record instead of one line")
     return parser
@@ -397,8 +400,11 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 
 def _seconds(name: str, text: str | float) -> float:
+    words = str(text).strip()
+    # the wishes' spelling: 90, 90s, 15m, 1h
+    factor = {"s": 1, "m": 60, "h": 3600}.get(words[-1:], 0)
     try:
-        value = float(text)
+        value = float(words[:-1].strip()) * factor if factor else float(words)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and 0 < value <= threading.TIMEOUT_MAX):

@@ -1,0 +1,80 @@
+"""Every argument that a plan emits, read by vLLM 0.30.0's real parser: names, values, and that no abbreviation is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PARSE = r"""
+import json, sys
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+parser = make_arg_parser(FlexibleArgumentParser())
+known = {s for a in parser._actions for s in a.option_strings}
+out = []
+for argv in json.loads(sys.argv[1]):
+    flags = [w for w in argv if w.startswith("--")]
+    unknown = [w for w in flags if w not in known]
+    got = vars(parser.parse_args(argv[2:] + ["--model", argv[1]]))
+    out.append({"unknown": unknown, "got": {k: got[k] for k in (
+        "pipeline_parallel_size", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
+        "kv_cache_memory_bytes", "gpu_memory_utilization", "language_model_only", "async_scheduling", "reasoning_parser", "enable_auto_tool_choice",
+        "tool_call_parser", "shutdown_timeout", "additional_config", "override_generation_config", "host", "port")},
+        "compilation": str(got["compilation_config"])})
+print("JSON" + json.dumps(out))
+"""
+
+BOXES = ["3x3090", "4x3090", "8x3090", "2x3090+1x4090", "1xRTX PRO 6000", "3x5090", "3xA5000", "1x3090+1xRTX PRO 6000"]
+WISHES = [
+    {},
+    {"FLASHNEXT_STREAMS": "6", "FLASHNEXT_CONTEXT": "65536", "FLASHNEXT_CHUNK": "1024"},
+    {"FLASHNEXT_EXTRA_ARGS": "--max-log-len 100 --compilation-config.pass_config.fuse_norm_quant false"},
+    {"FLASHNEXT_MODEL_NAME": "a b", "FLASHNEXT_P2P": "on", "FLASHNEXT_TABLE": "/t.bin"},
+]
+
+
+def plans() -> list[list[str]]:
+    """argv of every box and wish, made by the kit's own Python in a process of its own (the engine's has no typer)."""
+    script = (
+        "import json, sys; from entrypoint import plan as p; from entrypoint.simulate import simulate; from entrypoint.wishes import gather\n"
+        "boxes, wishes = json.load(sys.stdin)\n"
+        "print(json.dumps([p.make_plan(simulate(b, ram='250GiB'), p.published(), gather({}, w, None)).argv for b in boxes for w in wishes]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=json.dumps([BOXES, WISHES]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_real_parser_takes_every_plan(run_pristine):
+    argvs = plans()
+    assert len(argvs) == len(BOXES) * len(WISHES)
+    results = json.loads(run_pristine(PARSE, json.dumps(argvs)).stdout.split("JSON")[-1])
+    for argv, result in zip(argvs, results, strict=True):
+        got = result["got"]
+        assert result["unknown"] == [], argv
+        assert got["kv_cache_memory_bytes"] == int(argv[argv.index("--kv-cache-memory-bytes") + 1])
+        assert got["max_model_len"] == int(argv[argv.index("--max-model-len") + 1])
+        assert got["pipeline_parallel_size"] == int(argv[argv.index("--pipeline-parallel-size") + 1])
+        assert (
+            got["tensor_parallel_size"],
+            got["enable_prefix_caching"],
+            got["language_model_only"],
+            got["async_scheduling"],
+        ) == (1, False, True, True)
+        assert (got["reasoning_parser"], got["tool_call_parser"], got["enable_auto_tool_choice"]) == (
+            "qwen3",
+            "qwen3_coder",
+            True,
+        )
+        assert "flashnext" in got["additional_config"] and got["override_generation_config"]["top_k"] == 20
+        assert "FULL_DECODE_ONLY" in result["compilation"]
