@@ -31,7 +31,6 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Build, lock, carry and verify the image.",
@@ -308,7 +307,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        result = typer.main.get_command(app)(args=argv, prog_name="flashnext image", standalone_mode=False)
+        result = typer.main.get_command(app)(
+            args=argv or ["--help"], prog_name="flashnext image", standalone_mode=False
+        )
+        if not argv:
+            return int(Exit.USAGE)
         # newer typers answer Ctrl-C with this code, older ones raise
         return _interrupted() if result == INTERRUPTED else int(result or 0)
     except Refusal as e:
@@ -319,9 +322,6 @@ def main(argv: list[str] | None = None) -> int:
         # typer's own usage errors: its vendored click and the real one share the method, not the class
         if not hasattr(e, "format_message"):
             raise
-        if type(e).__name__ == "NoArgsIsHelpError":
-            print(e.format_message(), file=sys.stderr)
-            return int(Exit.USAGE)
         words = " ".join(w for w in argv[:1] if w in {c.name or c.callback.__name__ for c in app.registered_commands})
         fix = f"see `flashnext image {words} --help`".replace("  ", " ")
         return _refused(Refusal(e.format_message(), fix, Exit.USAGE), argv)

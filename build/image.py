@@ -259,7 +259,7 @@ def find_links_folders(environ: Mapping[str, str]) -> list[Path]:
 def run_build(request: BuildRequest, mode: Mode) -> BuildResult:
     """Build, showing progress. Refusal (exit 2) if the Dockerfile is missing, (exit 8) if the build fails.
 
-    A failing step's last lines are part of the message's front matter: they are printed before the ERROR line.
+    A failing step's last lines come along in the refusal, to be printed before the ERROR line.
     """
     if not request.dockerfile.is_file():
         raise Refusal(
@@ -332,8 +332,10 @@ def _failure(log: BuildLog, returncode: int) -> Refusal:
     if step is None:
         return BuildFailed(f"the build did not start: {complaint}", hint(complaint, "see the lines above"), None)
     exit_code = re.search(r"exit code: \d+", step.error or "")
-    if exit_code and step.lines:
-        text = f"the build failed at {step.name[:120]!r}, {exit_code[0]}; its last line: {step.last_lines()[-1]}"
+    if exit_code and step.last_lines():
+        # the two streams of a step arrive in any order, and the cause stands on the second
+        said = step.last_error_line or step.last_lines()[-1]
+        text = f"the build failed at {step.name[:120]!r}, {exit_code[0]}, saying {said[:200]!r}"
     else:
         text = f"the build failed at {step.name[:120]!r}: {step.error}"
     both = "\n".join([step.error or "", *step.last_lines()])

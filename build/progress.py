@@ -67,7 +67,8 @@ class Step:
     error: str | None = None
     transferred_bytes: int = 0
     lines: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=KEPT_LINES))
-    unfinished_line: str = ""
+    unfinished: dict[int, str] = dataclasses.field(default_factory=dict)
+    last_error_line: str = ""
 
     @property
     def internal(self) -> bool:
@@ -85,14 +86,18 @@ class Step:
         end_s = self.completed_s if self.completed_s is not None else now_s
         return max(0.0, (end_s or self.started_s) - self.started_s)
 
-    def add_output(self, text: str) -> None:
+    def add_output(self, text: str, stream: int) -> None:
+        """Take a piece of output; `stream` is 1 or 2, as file descriptors are numbered. Pieces end anywhere."""
+        *whole, self.unfinished[stream] = (self.unfinished.get(stream, "") + text).split("\n")
         # a carriage return redraws a line (pip's bars): only what stands at the end counts
-        *whole, self.unfinished_line = (self.unfinished_line + text).split("\n")
-        self.lines.extend(line.rstrip("\r").rpartition("\r")[2] for line in whole)
+        lines = [line.rstrip("\r").rpartition("\r")[2] for line in whole]
+        self.lines.extend(lines)
+        if stream == 2:
+            self.last_error_line = next((x for x in reversed(lines) if x.strip()), self.last_error_line)
 
     def last_lines(self) -> list[str]:
         """Up to KEPT_LINES lines of output, oldest first."""
-        rest = [self.unfinished_line] if self.unfinished_line.strip() else []
+        rest = [text for text in self.unfinished.values() if text.strip()]
         return [*self.lines, *rest][-KEPT_LINES:]
 
 
@@ -130,7 +135,7 @@ class BuildLog:
         for log in event.get("logs") or ():
             step = touched[log["vertex"]] = self._step(log["vertex"])
             with contextlib.suppress(binascii.Error):
-                step.add_output(base64.b64decode(log["data"]).decode("utf-8", "replace"))
+                step.add_output(base64.b64decode(log["data"]).decode("utf-8", "replace"), log.get("stream", 1))
         for warning in event.get("warnings") or ():
             with contextlib.suppress(binascii.Error):
                 self.warnings.append(base64.b64decode(warning.get("short") or "").decode("utf-8", "replace"))

@@ -60,7 +60,7 @@ def test_a_failure_is_told_by_the_step_that_failed_not_by_one_cancelled_for_it()
     assert lines[0] == "line 182"  # 200 lines and the last words, the newest 20 kept
     refusal = _failure(log, 1)
     assert isinstance(refusal, BuildFailed)
-    assert "exit code: 7; its last line: last words" in refusal.message
+    assert "exit code: 7, saying 'last words'" in refusal.message
     assert refusal.lines == lines
     assert refusal.code == 8
 
@@ -97,8 +97,8 @@ def test_what_buildx_says_itself_becomes_the_reason(said, complaint, fix):
     assert refusal.fix.startswith(fix)
 
 
-def chunk(text: str) -> str:
-    return json.dumps({"logs": [{"vertex": "v", "stream": 1, "data": base64.b64encode(text.encode()).decode()}]})
+def chunk(text: str, stream: int = 1) -> str:
+    return json.dumps({"logs": [{"vertex": "v", "stream": stream, "data": base64.b64encode(text.encode()).decode()}]})
 
 
 def test_output_in_pieces_is_put_together_and_redrawn_lines_count_once():
@@ -106,6 +106,14 @@ def test_output_in_pieces_is_put_together_and_redrawn_lines_count_once():
     for text in ("Coll", "ecting torch\nDown", "loading\r 10%\r 100%", "\nlast without end"):
         log.feed(chunk(text))
     assert log.steps["v"].last_lines() == ["Collecting torch", " 100%", "last without end"]
+
+
+def test_the_two_streams_do_not_run_into_each_other_and_the_cause_is_the_last_line_of_the_second():
+    log = BuildLog()
+    for text, stream in (("out beg", 1), ("the cause\n \n", 2), ("ins\nmore\n", 1)):
+        log.feed(chunk(text, stream))
+    assert log.steps["v"].last_lines() == ["the cause", " ", "out begins", "more"]
+    assert log.steps["v"].last_error_line == "the cause"
 
 
 def test_two_thousand_lines_leave_the_last_twenty():
