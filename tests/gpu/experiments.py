@@ -53,13 +53,13 @@ class Experiment:
         return self.variant == "full-shapes"
 
 
-MARLIN = {"moe_backend": "marlin"}
+MARLIN, TRITON = {"moe_backend": "marlin"}, {"moe_backend": "triton"}
 EXPERIMENTS = (
     Experiment("mixed-1", "mixed", 1, 420, MARLIN),
-    Experiment("bf16-1", "bf16", 1, 420),
+    Experiment("bf16-1", "bf16", 1, 420, TRITON),
     Experiment("mixed-2", "mixed", 2, 300, MARLIN),
     Experiment("int8-dense-1", "int8-dense", 1, 240, MARLIN),
-    Experiment("bf16-2", "bf16", 2, 240),
+    Experiment("bf16-2", "bf16", 2, 240, TRITON),
     Experiment("wrapper-2", "mixed", 2, 240, MARLIN | {"language_model_only": True}, wrapper=True),
     Experiment("full-2", "full-shapes", 2, 520, MARLIN),
     Experiment(
