@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which packed INT rows the engine can read: the vocabulary tables first, and 3-, 5-, 6- and 7-bit linears.
+"""Decide which packed INT rows the engine can read: those of the vocabulary tables, and those of linear layers.
 
 From the scheme of a module, its row length, and at load time the width of the tensor in the checkpoint. There are two
 ways to put n-bit values into 32-bit words, and for 2, 4 and 8 bits they are the same:
@@ -86,9 +86,7 @@ class NamedEmbeddingWNA16(CompressedTensorsEmbeddingWNA16Int):
 def dense_rows_only(
     weight_loader: Callable[..., Any], num_bits: int, length: int, layer_name: str | None
 ) -> Callable[..., Any]:
-    """`weight_loader` of a packed linear with `length` values a row; where the two layouts differ, with rule 2."""
-    if num_bits in SAME_BOTH_WAYS:
-        return weight_loader
+    """`weight_loader` of a packed linear with `length` values a row, with rule 2."""
     return _checked(weight_loader, layer_name or "a linear layer", num_bits, length, dense_words(length, num_bits))
 
 
@@ -97,12 +95,12 @@ def _checked(
 ) -> Callable[..., Any]:
     @functools.wraps(weight_loader)
     def load(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_packed = loaded_weight.dtype == torch.int32 and loaded_weight.dim() == 2 and param.dtype == torch.int32
-        if is_packed and loaded_weight.shape[1] != words:
+        # packed_dim is 1 for the codes, 0 for zero points, and not there for scales and shapes.
+        if getattr(param, "packed_dim", None) == 1 and loaded_weight.shape[1] != words:
             raise ValueError(
                 f"flashnext: {name}: a row of {length} {num_bits}-bit values is {loaded_weight.shape[1]} words in the "
-                f"checkpoint, and vLLM reads {words} ({_layout(length, num_bits, loaded_weight.shape[1])} against "
-                f"{_layout(length, num_bits, words)}). Fix: {_fix(name, num_bits, words == dense_words(length, num_bits))}"
+                f"checkpoint ({_layout(length, num_bits, loaded_weight.shape[1])}), and vLLM reads {words} "
+                f"({_layout(length, num_bits, words)}). Fix: {_fix(name, num_bits, length, loaded_weight.shape[1], words)}"
             )
         return weight_loader(param, loaded_weight, *args, **kwargs)
 
@@ -110,13 +108,16 @@ def _checked(
 
 
 def _layout(length: int, num_bits: int, words: int) -> str:
-    names = {padded_words(length, num_bits): "padded words", dense_words(length, num_bits): "a dense bit stream"}
-    return names.get(words, "another row length")
-
-
-def _fix(name: str, num_bits: int, reads_dense: bool) -> str:
     if num_bits in SAME_BOTH_WAYS:
-        return "check that config.json belongs to these shards"
-    if reads_dense:
+        bits, rest = divmod(words * 32, length)
+        return f"{bits} bits each" if rest == 0 else "another length"
+    names = {padded_words(length, num_bits): "padded words", dense_words(length, num_bits): "a dense bit stream"}
+    return names.get(words, "another length or number of bits")
+
+
+def _fix(name: str, num_bits: int, length: int, found: int, words: int) -> str:
+    if found not in (padded_words(length, num_bits), dense_words(length, num_bits)):
+        return f"let quantization_config in config.json give {name} the scheme that its tensors were quantized with"
+    if words == dense_words(length, num_bits):
         return "pack these rows as one bit stream, or quantize them to 8 bits"
     return f"quantize {name} to 8 bits, or leave it in BF16"

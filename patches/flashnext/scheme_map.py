@@ -6,8 +6,9 @@ vLLM keeps one scheme per target string and gives a fused layer the scheme of it
 cases; the tensors of the checkpoint then mean something else than what reads them. Rules, in order:
 
 1. Two groups with the same target string must have the same scheme (`refuse_conflicting_targets`).
-2. All shards of a fused layer must resolve alike: all ignored or unmatched, or all to one scheme
-   (`refuse_disagreeing_shards`). Shards that only exist in the engine (their names begin with `_`) do not count.
+2. All shards of a fused layer must resolve alike: all ignored or unmatched, or all to one scheme; and a target that
+   matches the fused layer's own name, which vLLM tries first, must give that scheme too (`refuse_disagreeing_shards`).
+   Shards that only exist in the engine (their names begin with `_`) do not count.
 3. All gate, up and down projections of all experts of a layer must resolve alike (`refuse_disagreeing_experts`).
 
 What a correct export of this architecture must carry
@@ -97,8 +98,8 @@ def refuse_conflicting_targets(config: Mapping[str, Any]) -> None:
             if not _same(scheme_of_first, scheme, default_format):
                 raise ValueError(
                     f"flashnext: quantization_config is ambiguous: {first} ({describe(scheme_of_first)}) and {name} "
-                    f"({describe(scheme)}) both target {target!r}, and only the last would count. "
-                    "Fix: give each group targets of its own (flashnext prepare rewrites such a file)"
+                    f"({describe(scheme)}) both target `{target}`, and only the last would count. "
+                    "Fix: give each group targets of its own"
                 )
 
 
@@ -129,12 +130,16 @@ class Resolver:
     def is_ignored(self, name: str) -> bool:
         return name in self._ignored or any(pattern.match(name) for pattern in self._ignore_patterns)
 
-    def target(self, name: str, class_name: str) -> str | None:
-        """The first target in the file that matches the name; only if there is none, the class name."""
+    def target_of_name(self, name: str) -> str | None:
+        """The first target in the file that matches the name as a path or a regular expression."""
         found = [at for at, pattern in self._patterns if pattern.match(name)]
         if name in self._order:
             found.append(self._order[name])
-        return self._targets[min(found)] if found else self._target_of_class(class_name)
+        return self._targets[min(found)] if found else None
+
+    def target(self, name: str, class_name: str) -> str | None:
+        """The first target that matches the name; only if there is none, the first that matches the class."""
+        return self.target_of_name(name) or self._target_of_class(class_name)
 
     def _target_of_class(self, class_name: str) -> str | None:
         if class_name not in self._of_class:
@@ -143,25 +148,37 @@ class Resolver:
             )
         return self._of_class[class_name]
 
+    def target_unless_ignored(self, name: str, class_name: str) -> str | None:
+        return None if self.is_ignored(name) else self.target(name, class_name)
+
     def scheme(self, name: str, class_name: str) -> dict[str, Any] | None:
         """The scheme dictionary, or None if the name is ignored or no target matches."""
-        target = None if self.is_ignored(name) else self.target(name, class_name)
+        return self.scheme_of(self.target_unless_ignored(name, class_name))
+
+    def scheme_of(self, target: str | None) -> dict[str, Any] | None:
         return None if target is None else self.schemes[target]
 
     def same(self, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
         return _same(a, b, self.config.quant_format)
 
-    def named(self, name: str, scheme: Mapping[str, Any] | None) -> str:
+    def named(self, name: str, target: str | None) -> str:
         """`k_proj is INT8 g128 (group_3)`, for a message."""
-        group = self.group_of(scheme)
-        return f"{name} is {describe(scheme)}" + (f" ({group})" if group else "")
+        group = self.group_of(target)
+        return f"{name} is {describe(self.scheme_of(target))}" + (f" ({group})" if group else "")
 
-    def group_of(self, scheme: Mapping[str, Any] | None) -> str | None:
-        """The config group that a scheme came from, if config.json is at hand and only one group has it."""
+    def group_of(self, target: str | None) -> str | None:
+        """The config group that a target stands in; of a renamed path, the only group with its scheme, else None."""
+        if target is None:
+            return None
         groups = (self.config.config or {}).get("config_groups", {})
-        default_format = self.config.quant_format
-        names = [name for name, g in groups.items() if self.same(_scheme_of_group(g, default_format), scheme)]
-        return names[0] if len(names) == 1 else None
+        holding = [name for name, group in groups.items() if target in (group.get("targets") or ())]
+        if not holding:
+            default_format = self.config.quant_format
+            holding = [
+                n for n, g in groups.items() if self.same(_scheme_of_group(g, default_format), self.schemes[target])
+            ]
+            return holding[0] if len(holding) == 1 else None
+        return holding[0]
 
 
 def resolver(quant_config: Any) -> Resolver:
@@ -185,16 +202,21 @@ def refuse_disagreeing_shards(quant_config: Any, layer: nn.Module, layer_name: s
     if not shards:
         return
     lookup = resolver(quant_config)
-    schemes = {shard: lookup.scheme(shard, type(layer).__name__) for shard in shards}
-    first = schemes[shards[0]]
-    if all(lookup.same(first, scheme) for scheme in schemes.values()):
-        return
+    targets = {shard: lookup.target_unless_ignored(shard, type(layer).__name__) for shard in shards}
+    of_first = lookup.scheme_of(targets[shards[0]])
     parent = layer_name.rpartition(".")[0]
-    named = ", ".join(lookup.named(shard.removeprefix(parent + "."), scheme) for shard, scheme in schemes.items())
-    raise ValueError(
-        f"flashnext: {layer_name} is one layer in vLLM, but its parts do not have one scheme: {named}. "
-        "Fix: quantize these parts alike (or ignore them all), and let one group's targets name them all"
-    )
+    named = ", ".join(lookup.named(shard.removeprefix(parent + "."), target) for shard, target in targets.items())
+    if not all(lookup.same(of_first, lookup.scheme_of(target)) for target in targets.values()):
+        raise ValueError(
+            f"flashnext: {layer_name} is one layer in vLLM, but its parts do not have one scheme: {named}. "
+            "Fix: quantize these parts alike (or ignore them all), and let one group's targets name them all"
+        )
+    of_whole = lookup.target_of_name(layer_name)
+    if of_first is not None and of_whole is not None and not lookup.same(of_first, lookup.scheme_of(of_whole)):
+        raise ValueError(
+            f"flashnext: vLLM would read {layer_name} as {describe(lookup.scheme_of(of_whole))}, since target "
+            f"`{of_whole}` matches its name, but {named}. Fix: end that target with `$`, or name the parts in it"
+        )
 
 
 def refuse_disagreeing_experts(quant_config: Any, layer: nn.Module, layer_name: str) -> None:
@@ -204,16 +226,16 @@ def refuse_disagreeing_experts(quant_config: Any, layer: nn.Module, layer_name: 
     """
     lookup = resolver(quant_config)
     count = int(layer.moe_config.num_logical_experts)
-    reference: tuple[str, dict[str, Any] | None] | None = None
+    reference: tuple[str, str | None] | None = None
     for expert in range(count):
         for projection in EXPERT_PROJECTIONS:
             name = f"{expert}.{projection}"
-            scheme = lookup.scheme(f"{layer_name}.{name}", type(layer).__name__)
+            target = lookup.target_unless_ignored(f"{layer_name}.{name}", type(layer).__name__)
             if reference is None:
-                reference = (name, scheme)
-            elif not lookup.same(reference[1], scheme):
+                reference = (name, target)
+            elif not lookup.same(lookup.scheme_of(reference[1]), lookup.scheme_of(target)):
                 raise ValueError(
                     f"flashnext: the experts of {layer_name} are one layer in vLLM, but do not have one scheme: "
-                    f"{lookup.named(*reference)}, {lookup.named(name, scheme)}. "
+                    f"{lookup.named(*reference)}, {lookup.named(name, target)}. "
                     "Fix: quantize all experts of a layer alike, and let one group's targets name them all"
                 )

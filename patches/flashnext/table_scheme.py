@@ -35,10 +35,10 @@ def is_unquantized(quant_config: Any | None, prefix: str) -> bool:
         target = lookup.target(name, EXPORT_CLASS)
         if target is not None:
             scheme = lookup.schemes[target]
-            group = lookup.group_of(scheme)
+            group = lookup.group_of(target)
             raise ValueError(
-                f"flashnext: target {target!r}{f' of {group}' if group else ''} quantizes the N-gram table ({name}: "
+                f"flashnext: target `{target}`{f' of {group}' if group else ''} quantizes the N-gram table ({name}: "
                 f"{describe(scheme)}), and this engine reads the table in BF16 only. Fix: leave the table in BF16 and "
-                f"take it out of the targets, or add 're:.*ngram_embedding.*' to ignore if it is in BF16 already"
+                f"take it out of the targets, or add `re:.*ngram_embedding.*` to ignore if it is in BF16 already"
             )
     return True
