@@ -131,6 +131,11 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """(dtype, shape) of a tensor, None where there is none of that name."""
+        row = self._rows.get(name)
+        return None if row is None else (self._dtypes[row], self._shapes[row])
+
     def sizes(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of each tensor."""
         return zip(self._rows, self._nbytes, strict=True)

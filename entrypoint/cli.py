@@ -4,6 +4,7 @@
     flashnext doctor [--json] [wishes]        check this box point by point
     flashnext prepare [wishes]                everything before the engine, once
     flashnext serve [wishes]                  prepare, start vLLM and stay with it
+    flashnext checkpoint [--deep] [--json]    is the checkpoint whole, and read as it was written
     flashnext explain LOG [--json]            known failures in an engine's log
 
 Exit codes: errors.Exit. Every mistake of a user ends in one ERROR and one Fix line.
@@ -21,12 +22,12 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from . import boot, demo, facts, flags, rules
+from . import boot, demo, facts, flags, lint, rules
 from . import doctor as doctor_
 from . import plan as plan_
 from . import prepare as prepare_
 from .errors import Exit, Refusal
-from .show import console, show
+from .show import byte_progress, console, show
 from .simulate import simulate as make_box
 from .supervisor import Supervisor
 from .wishes import Wishes, gather
@@ -174,6 +175,29 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
         state.update("failed", exit_code=int(e.code), reason=e.message, pid=None)
         raise
     raise typer.Exit(int(code))
+
+
+@app.command(context_settings=_WISHES)
+def checkpoint(
+    ctx: typer.Context,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte: sha256 of each file, weight_shape of each weight.")
+    ] = False,
+    as_json: Json = False,
+    env_file: EnvFile = Path(".env"),
+) -> None:
+    """Check the checkpoint: files, headers, shapes, packing, config groups, tokenizer, EOS ids, sampling defaults."""
+    found = facts.checkpoint(_wishes(ctx, env_file))
+    if deep:
+        with byte_progress("hashing") as progress:
+            report = lint.examine(found, lint.hasher(progress))
+    else:
+        report = lint.examine(found)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
+    else:
+        lint.show(report, console())
+    raise typer.Exit(int(Exit.CHECKPOINT if report.errors else Exit.OK))
 
 
 @app.command()

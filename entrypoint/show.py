@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +27,40 @@ def console(stderr: bool = False) -> Console:
     """A console that never breaks words of a pipe's reader: no wrapping below 100 columns."""
     c = Console(stderr=stderr, highlight=False)
     return c if c.is_terminal else Console(stderr=stderr, highlight=False, width=160, soft_wrap=True)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A call (bytes done, bytes in all) that shows rate and time left on stderr: a bar, or a line in 10 s where it is no
+    terminal."""
+    out = console(stderr=True)
+    if out.is_terminal:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=out,
+        )
+        task = bar.add_task(what, total=None)
+        with bar:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    begun = last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 10 and done:
+            last = now
+            rate = done / (now - begun)
+            left_s = (total - done) / rate
+            out.print(
+                f"{what}: {format_gib(done)} of {format_gib(total)}, {rate / 1e6:,.0f} MB/s, {left_s:,.0f} s left"
+            )
+
+    yield line
 
 
 def _table(title: str, *columns: str) -> Table:

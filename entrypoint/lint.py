@@ -1,0 +1,703 @@
+"""Decides whether a checkpoint is the model that it says it is, and whether the engine would read it as it was written.
+
+From the headers, config.json and the small files, as `checkpoint.read_checkpoint` gives them; with `deep` also from every
+byte. Rule order of `examine`:
+1. Small files: tokenizer, chat template, EOS ids, sampling defaults.
+2. The list of weights that the architecture has (architecture.py): present, of its shape, of a dtype that is read; nothing
+   more.
+3. What each weight is stored as: bits and packing from the width of `weight_packed`, groups from `weight_scale`.
+4. quantization_config: what the engine would take each weight for (`Groups`, vLLM's own rules), against 3.
+5. Shards that the engine merges, and all experts of a layer, are stored alike.
+Another architecture than Qwen4Exp gets 1 only.
+
+A finding that `checkpoint_fix` can mend carries `repair`. The same mistake in many weights is one finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .architecture import FUSED, QUANTIZABLE, Part, is_target, parts
+from .checkpoint import Checkpoint, Tensors, category_of, read_json
+from .errors import Exit, Refusal
+from .plan import published_sampling
+from .units import format_gib
+
+BITS = (2, 3, 4, 5, 6, 8)
+_FLOATS = frozenset({"BF16", "F16", "F32"})
+_SHOWN = 3
+_TAKE_AGAIN = "download the checkpoint again, all files of one revision"
+_EXPORT_AGAIN = "export again from the quantizer's own output; the weights are not what can be read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One mistake. `repair`: 'config' or 'generation' where the corrected copy of that file mends it."""
+
+    verdict: str
+    check: str
+    message: str
+    fix: str
+    repair: str | None = None
+
+
+class Form(NamedTuple):
+    """How one weight is stored. Plain: `bits` is None and `dtype` says it. Packed: `bits` an element, `groups` scales a
+    row, `padded` where each 32-bit word holds whole values only (compressed-tensors up to 0.17), None where both
+    layouts are one."""
+
+    bits: int | None
+    groups: int
+    padded: bool | None
+    dtype: str
+    symmetric: bool = True
+
+    def words(self, inputs: int) -> str:
+        """For a person: `INT4 g128`, `INT8 per channel`, `BF16`."""
+        if self.bits is None:
+            return self.dtype
+        size = "per channel" if self.groups == 1 else f"g{inputs // self.groups}"
+        return (
+            f"INT{self.bits} {size}"
+            + (", padded words" if self.padded else "")
+            + ("" if self.symmetric else ", zero points")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Weights of one part that are stored alike: their names and their form."""
+
+    part: Part
+    form: Form
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Weights that differ in their numbers only: a line of the printed table."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    form: str
+    config: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    path: str
+    findings: tuple[Finding, ...]
+    rows: tuple[Row, ...] = ()
+    total_bytes: int = 0
+    files: int = 0
+    revision: str | None = None
+    took_s: float = 0.0
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.verdict == "ERROR")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "findings": [vars(f) for f in self.findings], "rows": [vars(r) for r in self.rows]}
+
+
+class Findings:
+    """Collects mistakes; those of one kind become one finding with a count and the first names."""
+
+    def __init__(self) -> None:
+        self._many: dict[tuple[str, str, str, str, str | None], list[str]] = {}
+        self.single: list[Finding] = []
+
+    def add(self, verdict: str, check: str, message: str, fix: str, repair: str | None = None) -> None:
+        self.single.append(Finding(verdict=verdict, check=check, message=message, fix=fix, repair=repair))
+
+    def weight(self, check: str, what: str, name: str, fix: str, repair: str | None = None, verdict="ERROR") -> None:
+        self._many.setdefault((verdict, check, what, fix, repair), []).append(name)
+
+    def weights(self, check: str, what: str, names: Sequence[str], fix: str, repair: str | None = None) -> None:
+        for name in names:
+            self.weight(check, what, name, fix, repair)
+
+    def all(self) -> tuple[Finding, ...]:
+        out = list(self.single)
+        for (verdict, check, what, fix, repair), names in self._many.items():
+            some = ", ".join(name[:120] for name in names[:_SHOWN])
+            more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+            out.append(Finding(verdict=verdict, check=check, message=f"{what}: {some}{more}", fix=fix, repair=repair))
+        return tuple(sorted(out, key=lambda f: f.verdict != "ERROR"))
+
+
+# --- stored forms -----------------------------------------------------------------------------------------------------
+
+
+def prefix_of(tensors: Tensors) -> str:
+    """What stands before `layers.N` and `embed_tokens` in the checkpoint's names."""
+    for prefix in ("model.language_model.", "model."):
+        if any(f"{prefix}embed_tokens.{end}" in tensors for end in ("weight", "weight_packed")):
+            return prefix
+    found = next((name for name in tensors if ".layers.0." in name and category_of(name) not in ("mtp", "vision")), "")
+    return found.partition("layers.0.")[0] or "model."
+
+
+def packing(words: int, inputs: int) -> tuple[int, bool | None] | None:
+    """(bits, padded) of rows of `inputs` values in `words` 32-bit words; None where no width gives that."""
+    for bits in BITS:
+        if words == -(-inputs * bits // 32):
+            return bits, None if words == -(-inputs // (32 // bits)) else False
+    return next(((bits, True) for bits in BITS if words == -(-inputs // (32 // bits))), None)
+
+
+_PACKED = (".weight", ".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
+Spec = tuple[str, tuple[int, ...]]
+
+
+class _Wrong(Exception):
+    """(check, what, fix) of a weight that cannot be read."""
+
+
+def _form(part: Part, specs: Sequence[Spec | None]) -> Form:
+    """How a weight is stored, from (dtype, shape) of the tensors that _PACKED names. Raises _Wrong."""
+    plain, packed, scale, shape, points, order = specs
+    if plain is not None:
+        if plain[1] != part.shape:
+            what = f"of shape {list(plain[1])} where config.json gives {list(part.shape)}"
+            raise _Wrong("shapes", what, "config.json and weights are of two models: take both from one revision")
+        if plain[0] not in _FLOATS and part.kind != "optional":
+            raise _Wrong("dtypes", f"stored as {plain[0]}, neither a float nor packed integers", _EXPORT_AGAIN)
+        return Form(None, 0, None, plain[0])
+    if packed is None or part.kind not in QUANTIZABLE:
+        table = ".ngram_embedding." in part.name
+        what = "shards of the n-gram table are missing" if table else "weights are missing"
+        raise _Wrong("table" if table else "names", what, _TAKE_AGAIN)
+    if scale is None or shape is None:
+        lacks = "weight_scale" if scale is None else "weight_shape"
+        raise _Wrong("names", f"packed weights lack their {lacks}", _TAKE_AGAIN)
+    rows, inputs = part.shape
+    bits = packing(packed[1][1], inputs) if len(packed[1]) == 2 and packed[0] == "I32" else None
+    if bits is None or packed[1][0] != rows:
+        what = f"packed as {packed[0]} {list(packed[1])}, which no width of {list(part.shape)} gives"
+        raise _Wrong("packing", what, _EXPORT_AGAIN)
+    groups = 1 if len(scale[1]) == 1 else scale[1][1] if len(scale[1]) == 2 else 0
+    if not groups or scale[1][0] != rows or scale[0] not in _FLOATS:
+        raise _Wrong("packing", f"scales of {scale[0]} {list(scale[1])} for {rows} rows", _EXPORT_AGAIN)
+    if inputs % groups:
+        what = f"{groups} scales for {inputs} inputs: the group size does not divide the row"
+        raise _Wrong("group size", what, "quantize it with a group size that divides the row (64 or 32 for 320)")
+    if order is not None:
+        raise _Wrong("packing", "weights in activation order (weight_g_idx)", "export without actorder")
+    return Form(bits[0], groups, bits[1], "I32", points is None)
+
+
+def _ends(part: Part, unusual: bool) -> tuple[str, ...]:
+    """What may stand behind a weight's name; `unusual`: zero points or activation order occur in this checkpoint."""
+    if part.kind in ("bare", "optional"):
+        return ("",)
+    return _PACKED[: 6 if unusual else 4] if part.kind in QUANTIZABLE else _PACKED[:1]
+
+
+def _stored(part: Part, tensors: Tensors, unusual: bool, found: Findings) -> tuple[list[Stored], int]:
+    """(`part` as it is stored, one entry a form; number of tensors that it takes), with findings for what is wrong."""
+    ends = _ends(part, unusual)
+    known: dict[tuple, tuple[Form | _Wrong | None, int]] = {}
+    by_form: dict[Form, list[str]] = {}
+    spec, taken = tensors.spec, 0
+    for name in part.names():
+        specs = tuple([spec(name + end) for end in ends])
+        hit = known.get(specs)
+        if hit is None:
+            form: Form | _Wrong | None
+            try:
+                optional = part.kind == "optional" and specs == (None,)
+                form = None if optional else _form(part, specs + (None,) * (len(_PACKED) - len(specs)))
+            except _Wrong as wrong:
+                form = wrong
+            hit = known[specs] = form, len(specs) - specs.count(None)
+        form, count = hit
+        taken += count
+        if isinstance(form, Form):
+            by_form.setdefault(form, []).append(name)
+        elif form is not None:
+            check, what, fix = form.args
+            found.weight(check, what, name, fix)
+    return [Stored(part=part, form=form, names=tuple(names)) for form, names in by_form.items()], taken
+
+
+# --- what the engine takes a weight for -------------------------------------------------------------------------------
+
+
+class Groups:
+    """vLLM's way from a module's name to its config group (0.30.0, layers/quantization/compressed_tensors).
+
+    One scheme per target string, so a repeated target keeps its first place and its last scheme. A name is looked up
+    as path or regular expression (anchored at its start only), then the class name by substring. Paths are renamed to
+    the engine's module names, expressions and plain words are not; `Linear` also takes the experts.
+    """
+
+    def __init__(self, config: Mapping[str, Any], multimodal: bool, found: Findings):
+        self.wrapper = multimodal
+        self.args: dict[str, Mapping[str, Any]] = {}
+        self._exact: dict[str, tuple[int, str]] = {}
+        self._patterns: list[tuple[int, re.Pattern[str], str]] = []
+        self._classes: list[tuple[str, str]] = []
+        self._alike = True
+        of_target: dict[str, str] = {}
+        for name, group in _groups(config, found):
+            self.args[name] = group["weights"]
+            for target in group["targets"]:
+                if target in of_target and not _same(self.args[of_target[target]], group["weights"]):
+                    found.add(
+                        "ERROR",
+                        "targets",
+                        f"{of_target[target]} ({_words(self.args[of_target[target]])}) and {name} "
+                        f"({_words(group['weights'])}) both target {target[:80]!r}: the engine keeps the last only",
+                        "flashnext prepare and serve write a corrected config.json beside links to the weights",
+                        "config",
+                    )
+                of_target[target] = name
+        if "Linear" in of_target and "RoutedExperts" not in of_target:
+            of_target["RoutedExperts"] = of_target["Linear"]
+        for at, (target, name) in enumerate(of_target.items()):
+            if target.startswith("re:"):
+                pattern = self._compile(target, found)
+                if pattern:
+                    self._patterns.append((at, pattern, name))
+            else:
+                self._exact.setdefault(self.renamed(target) if "." in target else target, (at, name))
+                self._classes.append((target.lower(), name))
+        ignore = config.get("ignore")
+        words = [w for w in ignore if isinstance(w, str)] if isinstance(ignore, list) else []
+        if any(".experts." in word for word in (*self._exact, *words) if not word.startswith("re:")):
+            self._alike = False
+        self._ignored = {self.renamed(word) for word in words if not word.startswith("re:")}
+        self._ignore_patterns = [p for w in words if w.startswith("re:") and (p := self._compile(w, found))]
+
+    def _compile(self, target: str, found: Findings) -> re.Pattern[str] | None:
+        try:
+            pattern = re.compile(target[3:])
+        except (re.error, RecursionError, OverflowError):
+            found.add("ERROR", "targets", f"{target[:80]!r} is no regular expression", _FIX_CONFIG, "config")
+            return None
+        # Whether one expert, layer or shard could match where its neighbour does not.
+        if re.search(r"experts.*[0-9]", re.sub(r"\\d|\[0-9\]", "", target)):
+            self._alike = False
+        return pattern
+
+    def renamed(self, name: str) -> str:
+        """The engine's module name of a checkpoint's."""
+        if not self.wrapper:
+            return name.replace("model.language_model.", "model.", 1)
+        if name == "lm_head" or name.startswith("lm_head."):
+            return f"language_model.{name}"
+        return name.replace("model.language_model.", "language_model.model.", 1)
+
+    def of(self, item: Stored) -> dict[str | None, list[str]]:
+        """Config group -> names of the weights that the engine takes for it; None: unquantized."""
+        if item.part.kind not in QUANTIZABLE:
+            return {None: list(item.names)}
+        # One expert answers for all of a layer, unless a target or an ignore could tell them apart.
+        names = item.names[:1] if self._alike else item.names
+        out: dict[str | None, list[str]] = {}
+        for name in names:
+            out.setdefault(self._find(self.renamed(name), item.part.kind), []).append(name)
+        return {next(iter(out)): list(item.names)} if self._alike else out
+
+    def _find(self, name: str, kind: str) -> str | None:
+        if name in self._ignored or any(pattern.match(name) for pattern in self._ignore_patterns):
+            return None
+        first = min([(at, group) for at, pattern, group in self._patterns if pattern.match(name)], default=None)
+        exact = self._exact.get(name)
+        if exact is not None and (first is None or exact < first):
+            first = exact
+        if first is not None:
+            return first[1]
+        cls = {"experts": "routedexperts", "embed": "vocabparallelembedding", "head": "parallellmhead"}
+        return next((g for word, g in self._classes if word in cls.get(kind, "columnparallellinear")), None)
+
+
+_FIX_CONFIG = "flashnext prepare and serve write a corrected config.json beside links to the weights"
+_NUMBERS = re.compile(r"(?<=[._])[0-9]+(?=\.|$)")
+
+
+def _template(name: str) -> str:
+    return _NUMBERS.sub("*", name)
+
+
+def _groups(config: Mapping[str, Any], found: Findings) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name, group) of each well-formed config group."""
+    groups = config.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        weights, targets = (group.get("weights"), group.get("targets")) if isinstance(group, dict) else (None, None)
+        if (
+            not isinstance(weights, dict)
+            or not isinstance(targets, list)
+            or not all(isinstance(t, str) for t in targets)
+        ):
+            found.add(
+                "ERROR", "config groups", f"{name[:40]!r} is no group with weights and targets", _FIX_CONFIG, "config"
+            )
+            continue
+        yield name, group
+
+
+def group_size(args: Mapping[str, Any], inputs: int) -> int:
+    """Inputs a scale by a group's `weights`: `inputs` where it says one scale a row. 0: not a size."""
+    size, strategy = args.get("group_size"), args.get("strategy")
+    if strategy == "channel" or size in (None, -1):
+        return inputs
+    return size if type(size) is int and size > 0 else 0
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    keys = ("num_bits", "type", "symmetric", "group_size", "strategy")
+    return all(a.get(key) == b.get(key) for key in keys)
+
+
+def _words(args: Mapping[str, Any]) -> str:
+    size = args.get("group_size")
+    return f"{str(args.get('type', '?')).upper()[:8]}{str(args.get('num_bits'))[:8]} " + (
+        f"g{size}" if type(size) is int and size > 0 else "per channel"
+    )
+
+
+def agrees(form: Form, args: Mapping[str, Any] | None, inputs: int) -> bool:
+    """Whether a config group's `weights` (None: not quantized) describes the stored form."""
+    if args is None or form.bits is None:
+        return (args is None) == (form.bits is None)
+    return (
+        args.get("num_bits") == form.bits
+        and args.get("type", "int") == "int"
+        and (args.get("symmetric", True) is not False) == form.symmetric
+        and group_size(args, inputs) == inputs // form.groups
+    )
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def weights_of(checkpoint: Checkpoint, found: Findings) -> list[Stored]:
+    """Every weight of the architecture that can be read, with findings for those that cannot, and for what is left."""
+    tensors, out, taken = checkpoint.tensors, [], 0
+    every = tuple(parts(checkpoint.text, prefix_of(tensors)))
+    unusual = any(name.endswith(_PACKED[4:]) for name in tensors)
+    for part in every:
+        stored, count = _stored(part, tensors, unusual, found)
+        out += stored
+        taken += count
+    # Naming what is left over takes as long as all the rest: only where the counts say that there is something.
+    if taken < sum(not name.startswith(("mtp.", "model.visual.")) for name in tensors):
+        seen = {name + end for part in every for end in _ends(part, unusual) for name in part.names()}
+        for name in tensors:
+            if name not in seen and category_of(name) not in ("mtp", "vision"):
+                found.weight("names", "tensors that the architecture does not have", name, _TAKE_AGAIN, verdict="WARN")
+    return out
+
+
+def _check_layout(stored: Sequence[Stored], found: Findings) -> None:
+    for item in stored:
+        padded, kind = item.form.padded, item.part.kind
+        if padded is None:
+            continue
+        if padded and kind != "embed":
+            what = f"{item.form.bits}-bit rows in whole words (compressed-tensors up to 0.17), which the engine reads as one bit stream"
+            found.weights("packing", what, item.names, "repack them densely: a newer compressed-tensors writes that")
+        if kind == "embed" and (not padded or item.part.shape[1] % (32 // item.form.bits)):
+            what = f"{item.form.bits}-bit embeddings that do not fill whole words, which the engine cannot read"
+            found.weights("packing", what, item.names, "quantize embed_tokens to 8 or 4 bits")
+
+
+def _scheme(form: Form, inputs: int) -> tuple:
+    """What must be equal in shards that the engine reads as one; one scale a row is both a group size and none."""
+    return form.bits, form.padded, form.symmetric, form.dtype if form.bits is None else inputs // form.groups
+
+
+def _check_fused(stored: Sequence[Stored], prefix: str, layers: int, found: Findings) -> None:
+    forms = {i.part.name: (_scheme(i.form, i.part.shape[-1]), i) for i in stored if i.part.kind == "linear"}
+    fix = "quantize all of them alike: the engine merges them into one matrix"
+    for layer in range(layers):
+        for module, shards in FUSED:
+            at = f"{prefix}layers.{layer}.{module}"
+            have = {shard: forms[f"{at}.{shard}"] for shard in shards if f"{at}.{shard}" in forms}
+            if len({scheme for scheme, _ in have.values()}) > 1:
+                named = [f"{shard} {i.form.words(i.part.shape[-1])}" for shard, (_, i) in have.items()]
+                found.weight("fused shards", "merged shards disagree, " + ", ".join(named), at, fix)
+    layers_of: dict[str, list[Stored]] = {}
+    for item in stored:
+        if item.part.kind == "experts":
+            layers_of.setdefault(item.part.name.partition(".experts.")[0], []).append(item)
+    for at, items in layers_of.items():
+        schemes = {_scheme(i.form, i.part.shape[-1]) for i in items}
+        if len({scheme[:3] for scheme in schemes}) > 1 or (len(schemes) > 1 and any(i.form.groups != 1 for i in items)):
+            count: Counter[str] = Counter()
+            for i in items:
+                count[i.form.words(i.part.shape[-1])] += len(i.names)
+            what = "experts of one layer disagree, " + ", ".join(
+                f"{n:,} x {words}" for words, n in count.most_common(4)
+            )
+            found.weight("fused shards", what, at + ".experts", fix)
+
+
+def _check_groups(stored: Sequence[Stored], checkpoint: Checkpoint, found: Findings) -> list[str]:
+    """Hold each weight against its config group; returns what the config says of each, for the table."""
+    config = checkpoint.quantization or {}
+    method = config.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        found.add(
+            "ERROR",
+            "config groups",
+            f"quant_method is {str(method)[:40]!r}",
+            "export as compressed-tensors (pack-quantized)",
+        )
+        return ["?"] * len(stored)
+    groups = Groups(config, checkpoint.multimodal, found)
+    said = []
+    for item in stored:
+        inputs, words = item.part.shape[-1], []
+        for name, names in groups.of(item).items():
+            args = None if name is None else groups.args[name]
+            words.append("-" if args is None else _words(args))
+            if item.part.kind not in QUANTIZABLE or agrees(item.form, args, inputs):
+                continue
+            says = "not quantized" if args is None else f"{_words(args)} ({name})"
+            what = f"stored {item.form.words(inputs)}, but the engine would take it for {says}"
+            found.weights("config groups", what, names, _FIX_CONFIG, "config")
+        said.append(", ".join(words) if item.part.kind in QUANTIZABLE else "")
+    return said
+
+
+def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
+    folder = Path(checkpoint.path)
+    if not checkpoint.tokenizer:
+        found.add("ERROR", "tokenizer", "there is no tokenizer", "download tokenizer.json of the same repository")
+    if not checkpoint.chat_template:
+        found.add(
+            "WARN", "chat template", "there is no chat template", "download chat_template.jinja of the same repository"
+        )
+    ids: set[int] = set()
+    if (folder / "tokenizer.json").is_file():
+        try:
+            ids = _token_ids(read_json(folder / "tokenizer.json", "tokenizer.json"), checkpoint, found)
+        except Refusal as refusal:
+            found.add("ERROR", "tokenizer", refusal.message, refusal.fix)
+    wanted = eos_ids(checkpoint)
+    if ids and (lost := [i for i in wanted if i not in ids]):
+        found.add("WARN", "EOS ids", f"the tokenizer has no token {lost}", "take tokenizer.json of the same repository")
+    if not is_target(checkpoint.model_type, checkpoint.architectures):
+        return
+    repair = "flashnext prepare and serve write a corrected generation_config.json beside links to the weights"
+    generation = checkpoint.generation or {}
+    have = generation.get("eos_token_id")
+    have = have if isinstance(have, list) else [have]
+    if lost := [i for i in wanted if i not in have]:
+        what = f"generation_config.json does not end an answer at {lost}"
+        found.add("WARN", "EOS ids", what, repair, "generation")
+    if lost := sorted(key for key in published_sampling() if not isinstance(generation.get(key), (int, float))):
+        what = f"generation_config.json lacks {', '.join(lost)}: the whole vocabulary would be sampled"
+        found.add("WARN", "sampling", what, repair, "generation")
+
+
+def _token_ids(content: Mapping[str, Any], checkpoint: Checkpoint, found: Findings) -> set[int]:
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), (dict, list)):
+        found.add("ERROR", "tokenizer", "tokenizer.json holds no vocabulary", "download tokenizer.json again")
+        return set()
+    vocab = model["vocab"]
+    ids = {i for i in vocab.values() if type(i) is int} if isinstance(vocab, dict) else set(range(len(vocab)))
+    if isinstance(added, list):
+        ids |= {t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int}
+    size = checkpoint.text.vocab_size
+    if size is not None and ids and max(ids) >= size:
+        what = f"tokenizer.json has the token {max(ids):,}, the model {size:,} rows"
+        found.add("ERROR", "tokenizer", what, "take tokenizer.json of the same repository")
+    return ids
+
+
+@cache
+def _published_eos() -> tuple[int, tuple[int, ...]]:
+    """(vocabulary, ids that end an answer) of the published model."""
+    text = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["text_config"]
+    return text["vocab_size"], tuple(text["eos_token_id"])
+
+
+def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Tokens that end an answer: the published ones where the vocabulary is the published one, else config.json's."""
+    vocab, ids = _published_eos()
+    target = is_target(checkpoint.model_type, checkpoint.architectures)
+    return ids if target and checkpoint.text.vocab_size == vocab else checkpoint.text.eos_token_id or ()
+
+
+def revision_of(folder: Path) -> str | None:
+    """The hub's commit, where a download left it: the cache's folder name, or its own notes beside the files."""
+    for part in reversed(folder.absolute().parts):
+        if re.fullmatch(r"[0-9a-f]{40}", part):
+            return part
+    found = set()
+    for note in folder.glob(".cache/huggingface/download/*.metadata"):
+        try:
+            with note.open(encoding="utf-8", errors="replace") as file:
+                line = file.readline(64).strip()
+        except OSError:
+            continue
+        if re.fullmatch(r"[0-9a-f]{40}", line):
+            found.add(line)
+    return found.pop() if len(found) == 1 else None
+
+
+def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mapping[str, str]] | None = None) -> Report:
+    """All findings on a checkpoint whose headers were read. Raises Refusal (code 4) where config.json lacks a number."""
+    begun = time.monotonic()
+    found = Findings()
+    _check_small_files(checkpoint, found)
+    rows: tuple[Row, ...] = ()
+    if is_target(checkpoint.model_type, checkpoint.architectures):
+        stored = weights_of(checkpoint, found)
+        _check_layout(stored, found)
+        said = _check_groups(stored, checkpoint, found)
+        _check_fused(stored, prefix_of(checkpoint.tensors), checkpoint.text.need("num_hidden_layers"), found)
+        rows = _rows(stored, said)
+        if deep:
+            _check_weight_shapes(checkpoint, stored, found)
+    hashes = deep(checkpoint, found) if deep else {}
+    for name in checkpoint.unlisted:
+        found.weight(
+            "index", "files that the index does not name", name, "remove them, if nothing needs them", verdict="WARN"
+        )
+    return Report(
+        path=checkpoint.path,
+        findings=found.all(),
+        rows=rows,
+        total_bytes=checkpoint.total_bytes,
+        files=len(checkpoint.shards),
+        revision=revision_of(Path(checkpoint.path)),
+        took_s=time.monotonic() - begun,
+        hashes=hashes,
+    )
+
+
+def _rows(stored: Sequence[Stored], said: Sequence[str]) -> tuple[Row, ...]:
+    counted: Counter[tuple] = Counter()
+    for item, words in zip(stored, said, strict=True):
+        form = item.form.words(item.part.shape[-1])
+        counted[_template(item.part.name), item.part.shape, form, words] += len(item.names)
+    return tuple(
+        Row(name=name, count=n, shape=shape, form=form, config=words)
+        for (name, shape, form, words), n in counted.items()
+    )
+
+
+# --- deep -------------------------------------------------------------------------------------------------------------
+
+
+def _check_weight_shapes(checkpoint: Checkpoint, stored: Sequence[Stored], found: Findings) -> None:
+    """`weight_shape` is data, not header: two int64 that must repeat the architecture's shape."""
+    by_file: dict[str, list[tuple[int, str, Part]]] = {}
+    for item in stored:
+        for name in item.names if item.form.bits else ():
+            tensor = checkpoint.tensors[f"{name}.weight_shape"]
+            if (tensor.dtype, tensor.shape) != ("I64", (2,)):
+                found.weight("packing", f"weight_shape is {tensor.dtype} {list(tensor.shape)}", name, _EXPORT_AGAIN)
+            else:
+                by_file.setdefault(tensor.file, []).append((tensor.offset, name, item.part))
+    for file_name, places in by_file.items():
+        with (Path(checkpoint.path) / file_name).open("rb") as file:
+            for offset, name, part in sorted(places):
+                file.seek(offset)
+                says = struct.unpack("<2q", file.read(16))
+                if says != part.shape:
+                    found.weight(
+                        "packing", f"weight_shape says {list(says)} for {list(part.shape)}", name, _EXPORT_AGAIN
+                    )
+
+
+def hasher(progress: Callable[[int, int], None]) -> Callable[[Checkpoint, Findings], Mapping[str, str]]:
+    """A `deep` for `examine`: sha256 of every file, against the hash that a download noted beside it, where it did.
+
+    `progress` is called with (bytes done, bytes in all).
+    """
+
+    def run(checkpoint: Checkpoint, found: Findings) -> Mapping[str, str]:
+        folder, done = Path(checkpoint.path), 0
+        total = sum(shard.size_bytes for shard in checkpoint.shards)
+        out = {}
+        for shard in checkpoint.shards:
+            digest = hashlib.sha256()
+            try:
+                with (folder / shard.name).open("rb") as file:
+                    while block := file.read(8 << 20):
+                        digest.update(block)
+                        done += len(block)
+                        progress(done, total)
+            except OSError as error:
+                found.add(
+                    "ERROR",
+                    "hash",
+                    f"{shard.name} cannot be read: {error.strerror}",
+                    "check the disk, then download it again",
+                )
+                continue
+            out[shard.name] = digest.hexdigest()
+            noted = _noted_hash(folder, shard.name)
+            if noted is not None and noted != out[shard.name]:
+                found.add(
+                    "ERROR",
+                    "hash",
+                    f"{shard.name} is not what the hub lists ({noted[:12]}...)",
+                    "download that file again",
+                )
+        return out
+
+    return run
+
+
+def _noted_hash(folder: Path, name: str) -> str | None:
+    """sha256 that the hub lists for a file: huggingface_hub writes it as the second line of its note."""
+    try:
+        lines = (folder / ".cache/huggingface/download" / f"{name}.metadata").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return lines[1].strip() if len(lines) > 1 and re.fullmatch(r"[0-9a-f]{64}", lines[1].strip()) else None
+
+
+def refuse(report: Report) -> None:
+    """Raise the first ERROR as a Refusal (code 4)."""
+    if report.errors:
+        first, rest = report.errors[0], len(report.errors) - 1
+        more = f" ({rest} more: flashnext checkpoint lists them)" if rest else ""
+        raise Refusal(f"checkpoint: {first.check}: {first.message}{more}", first.fix, Exit.CHECKPOINT)
+
+
+def show(report: Report, out: Console) -> None:
+    """The table of weights and the findings."""
+    if report.rows:
+        t = Table(title="Weights", title_justify="left", box=None, pad_edge=False, header_style="dim")
+        for column in ("count", "shape", "stored", "config", "name"):
+            t.add_column(column, overflow="fold")
+        for row in report.rows:
+            t.add_row(f"{row.count:,}", " x ".join(f"{n:,}" for n in row.shape), row.form, row.config, row.name)
+        out.print(t)
+        out.print()
+    for f in report.findings:
+        out.print(Text(f"{f.verdict} {f.check}: {f.message}", style="red" if f.verdict == "ERROR" else "yellow"))
+        out.print(Text(f"  Fix: {f.fix}"))
+    for name, digest in report.hashes.items():
+        out.print(f"{digest}  {name}")
+    warnings = len(report.findings) - len(report.errors)
+    out.print(
+        f"{report.path}: {report.files} files, {format_gib(report.total_bytes)} of tensors, revision "
+        f"{report.revision or 'unknown'}; {len(report.errors)} errors, {warnings} warnings in {report.took_s:.2f} s"
+    )
