@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,10 @@ def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
 
 @dataclass
 class State:
-    """The content of state.json. Times are Unix seconds; `deadline_s` is when the phase counts as stuck."""
+    """The content of state.json. Times are Unix seconds; `deadline_s` is when the phase counts as stuck.
+
+    `repaired` says in words which small files of the checkpoint are served from a corrected copy.
+    """
 
     phase: str
     label: str
@@ -121,6 +124,7 @@ class State:
     model: str | None = None
     exit_code: int | None = None
     reason: str | None = None
+    repaired: list[str] = field(default_factory=list)
     schema: int = SCHEMA
 
 

@@ -22,10 +22,11 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from . import boot, demo, facts, flags, lint, rules
+from . import boot, checkpoint_fix, demo, facts, flags, lint, rules
 from . import doctor as doctor_
 from . import plan as plan_
 from . import prepare as prepare_
+from .checkpoint import Checkpoint
 from .errors import Exit, Refusal
 from .show import byte_progress, console, show
 from .simulate import simulate as make_box
@@ -103,13 +104,20 @@ def doctor(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path("
     raise typer.Exit(int(worst))
 
 
-def _ready(wishes: Wishes) -> tuple[plan_.Plan, str | None, int]:
-    """Everything before the engine: (plan, API key, bytes of weights). Raises Refusal."""
+def _ready(wishes: Wishes) -> tuple[plan_.Plan, str | None, int, list[str]]:
+    """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal."""
+    repaired: list[str] = []
+
+    def mend(found: Checkpoint) -> Checkpoint:
+        served, words = checkpoint_fix.ready(found, Path(wishes.value("data"), "overlay"))
+        repaired.extend(words)
+        return served
+
     if wishes.value("device") == "cpu":
         _demo_model(wishes)
-    _, model, made, key = facts.everything(wishes)
+    _, model, made, key = facts.everything(wishes, mend)
     prepare_.folders(wishes)
-    return made, key, sum(s.size_bytes for s in model.shards)
+    return made, key, sum(s.size_bytes for s in model.shards), repaired
 
 
 def _demo_model(wishes: Wishes) -> None:
@@ -131,11 +139,14 @@ def _demo_model(wishes: Wishes) -> None:
 @app.command(context_settings=_WISHES)
 def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
     """Check the box and the checkpoint, make the plan, and make our folders. Exits 0 only where `serve` can start."""
-    made, _, weight_bytes = _ready(_wishes(ctx, env_file))
+    made, _, weight_bytes, repaired = _ready(_wishes(ctx, env_file))
     if as_json:
-        print(json.dumps({"plan": made.as_dict(), "weight_bytes": weight_bytes}, ensure_ascii=False))
+        out = {"plan": made.as_dict(), "weight_bytes": weight_bytes, "repaired": repaired}
+        print(json.dumps(out, ensure_ascii=False))
     else:
         show(made, console())
+        for words in repaired:
+            print(f"repaired in a copy: {words}")
         print("prepared: the engine can start")
 
 
@@ -147,7 +158,7 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
     state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
     try:
         state.update("preparing")
-        made, key, weight_bytes = _ready(wishes)
+        made, key, weight_bytes, repaired = _ready(wishes)
         prepare_.port_free(wishes.value("host"), wishes.value("port"))
         vllm = shutil.which("vllm")
         if vllm is None:
@@ -156,7 +167,9 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
                 "run inside the image, or where vLLM 0.30.0 is installed",
                 Exit.ENGINE_START,
             )
-        state.update(model=made.model_name)
+        state.update(model=made.model_name, repaired=repaired)
+        for words in repaired:
+            sys.stderr.write(f"flashnext: repaired in a copy: {words}\n")
         for note in made.notes:
             sys.stderr.write(f"flashnext: note: {note}\n")
         sys.stderr.write("flashnext: " + " ".join(["vllm", *made.argv]) + "\n")
