@@ -105,13 +105,15 @@ def _without_padding_shard(quant_config: Any, fused_name: str) -> Any:
     return own
 
 
-def down_and_inject(
-    linear: nn.Module, x: torch.Tensor, split_sizes: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The down product [tokens, rank] and the injection logits [tokens, hc_count] of x [tokens, hc_count * hidden]."""
-    if isinstance(linear, SplitDownInject):
-        return linear(x)
-    down, injection, _ = linear(x).split(list(split_sizes), dim=-1)
+def down_and_inject(residual: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The down product [tokens, rank] and the injection logits [tokens, hc_count] of x [tokens, hc_count * hidden].
+
+    `residual` is the GatedResidual whose projections are used.
+    """
+    product = residual.input_mix_weight_down_block_inject(x)
+    if isinstance(product, tuple):
+        return product
+    down, injection, _ = product.split([residual.lora_rank, residual.hc_count, residual.pad_size], dim=-1)
     return down, injection
 
 
