@@ -1,8 +1,8 @@
 """Which tensors a Qwen4Exp text model consists of, with their shapes: from the numbers of config.json, never from constants.
 
 Rule order of `parts`: vocabulary, then each decoder layer (attention of its type, table, experts, hyper-connections), then
-mixer, norm and head. Names follow transformers' modules (`tests/engine/test_checkpoints.py` loads them with nothing
-missing); `prefix` is what a checkpoint writes before `layers`. The vision tower and the draft head are not listed: text
+mixer (its norm is the last one) and head. Names follow transformers' modules (`tests/engine/test_checkpoints.py` loads
+them with nothing missing); `prefix` is what a checkpoint writes before `layers`. The vision tower and the draft head are not listed: text
 serving leaves both unread.
 """
 
@@ -121,7 +121,6 @@ def parts(text: TextConfig, prefix: str) -> Iterator[Part]:
             yield from _mixing(text, f"{at}.{block}_hyper_connection")
             yield Part(f"{at}.{block}_hyper_connection.block_inject_weight", (streams, wide), "linear")
     yield from _mixing(text, f"{prefix}hyper_connection_mixer")
-    yield Part(f"{prefix}norm", (hidden,), "plain")
     if not text.tie_word_embeddings:
         yield Part("lm_head", (text.need("vocab_size"), hidden), "head")
 
