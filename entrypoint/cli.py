@@ -5,6 +5,7 @@
     flashnext prepare [wishes]                everything before the engine, once
     flashnext serve [wishes]                  prepare, start vLLM and stay with it
     flashnext checkpoint [--deep] [--json]    is the checkpoint whole, and read as it was written
+    flashnext bits [--demo] [--what-if experts=g64] [--figure F.svg]   where the bytes are, and the roofline
     flashnext explain LOG [--json]            known failures in an engine's log
 
 Exit codes: errors.Exit. Every mistake of a user ends in one ERROR and one Fix line.
@@ -22,6 +23,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from . import bits as bits_
 from . import boot, checkpoint_fix, demo, facts, flags, lint, rules
 from . import doctor as doctor_
 from . import plan as plan_
@@ -211,6 +213,46 @@ def checkpoint(
     else:
         lint.show(report, console())
     raise typer.Exit(int(Exit.CHECKPOINT if report.errors else Exit.OK))
+
+
+@app.command(context_settings=_WISHES)
+def bits(
+    ctx: typer.Context,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Count the published shapes in a stated allocation, without a checkpoint.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None, typer.Option("--what-if", help="CATEGORY=FORM: experts=g64, hyper_connection=bf16.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
+    as_json: Json = False,
+    env_file: EnvFile = Path(".env"),
+) -> None:
+    """Count parameters, bytes, bytes per decoded token and the roofline of each card, from headers alone."""
+    if demo:
+        stored, text = bits_.demo()
+        origin, more = f"the published shapes in this allocation: {bits_.DEMO_ALLOCATION}", {}
+    else:
+        found = facts.checkpoint(_wishes(ctx, env_file))
+        stored, text, more = bits_.weights_of(found), found.text, bits_.unread(found)
+        origin = f"the headers of {found.path}"
+    before = account = bits_.count(stored, text, origin, more)
+    for wish in what_if or ():
+        stored = bits_.what_if(stored, wish)
+    if what_if:
+        account = bits_.count(stored, text, f"{origin}; and if {', '.join(what_if)}", more)
+    if figure is not None:
+        try:
+            figure.write_text(bits_.svg(account), encoding="utf-8")
+        except OSError as e:
+            raise Refusal(
+                f"cannot write {figure}: {e.strerror}", "name a file in a writable folder", Exit.USAGE
+            ) from None
+    if as_json:
+        both = {"stored": before.as_dict()} if what_if else {}
+        print(json.dumps({**account.as_dict(), **both}, indent=1, ensure_ascii=False))
+    else:
+        bits_.show(account, console(), before if what_if else None)
 
 
 @app.command()
