@@ -32,10 +32,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .checkpoint import read_tensors
 from .errors import Exit, Refusal
+from .units import format_gib
 
 MARKER_FORMAT = 1
 SAMPLES = 256
@@ -233,6 +234,41 @@ def _why_not_these_bytes(descriptor: int, source: Source, identity: str) -> str 
     if _identity(source, lambda at: os.pread(descriptor, source.row_bytes, at)) != identity:
         return "its rows are not those of this checkpoint"
     return None
+
+
+def refuse_unless_whole(folder: Path, file: Path) -> None:
+    """For a start that will read FILE: raises Refusal (code 5) unless it is the whole table of the checkpoint in `folder`.
+
+    Reads headers and SAMPLES rows.
+    """
+    source = read_source(folder)
+    why = why_not_whole(file, source, identity_of_source(source)) if file.exists() else "there is no such file"
+    if why:
+        raise _refusal(
+            f"{file}: {why}", "run `flashnext prepare`, or unset FLASHNEXT_TABLE to read it in the checkpoint"
+        )
+
+
+def teller(stream: TextIO, every_s: float = 10.0) -> Callable[[Progress], None]:
+    """A `tell` for `prepare` that writes a line at most every `every_s` seconds, and one at the end."""
+    last = -every_s
+
+    def tell(progress: Progress) -> None:
+        nonlocal last
+        whole = progress.done_bytes == progress.total_bytes
+        if not whole and progress.run_s - last < every_s:
+            return
+        last = progress.run_s
+        rate, left = progress.bytes_per_s, progress.left_s
+        stream.write(
+            f"flashnext: table: {format_gib(progress.done_bytes)} of {format_gib(progress.total_bytes)}"
+            + (f", {format_gib(int(rate))}/s" if rate else "")
+            + (f", {left / 60:.0f} min left" if left and not whole else "")
+            + "\n"
+        )
+        stream.flush()
+
+    return tell
 
 
 def prepare(folder: Path, file: Path, tell: Callable[[Progress], None] = lambda progress: None) -> bool:

@@ -1,6 +1,7 @@
 """Making the prepared table: whole or not at all, whatever is killed, cut off, full, foreign or in the way."""
 
 import fcntl
+import io
 import json
 import os
 import random
@@ -78,6 +79,33 @@ def test_progress_ends_at_the_whole(tmp_path):
     assert table_.Progress(25, 100, 20, 4.0).bytes_per_s == 5.0
     assert table_.Progress(25, 100, 20, 4.0).left_s == 15.0
     assert table_.Progress(25, 100, 0, 4.0).left_s is None
+
+
+def test_progress_in_words():
+    stream = io.StringIO()
+    tell = table_.teller(stream, every_s=10)
+    gib = 1 << 30
+    for done, at in ((0, 0), (1, 1), (12, 10), (13, 11), (95, 80), (96, 81)):
+        tell(table_.Progress(done * gib, 96 * gib, done * gib, float(at)))
+    assert stream.getvalue().splitlines() == [
+        "flashnext: table: 0.00 GiB of 96.00 GiB",
+        "flashnext: table: 12.00 GiB of 96.00 GiB, 1.20 GiB/s, 1 min left",
+        "flashnext: table: 95.00 GiB of 96.00 GiB, 1.19 GiB/s, 0 min left",
+        "flashnext: table: 96.00 GiB of 96.00 GiB, 1.19 GiB/s",
+    ]
+
+
+def test_start_with_a_table_that_is_not_there(tmp_path):
+    write_table(tmp_path / "model")
+    file = tmp_path / "table"
+    with pytest.raises(Refusal, match="there is no such file") as refused:
+        table_.refuse_unless_whole(tmp_path / "model", file)
+    assert refused.value.code == Exit.TABLE and "flashnext prepare" in refused.value.fix
+    table_.prepare(tmp_path / "model", file)
+    table_.refuse_unless_whole(tmp_path / "model", file)
+    os.truncate(file, 77)
+    with pytest.raises(Refusal, match="it has 77 bytes instead of"):
+        table_.refuse_unless_whole(tmp_path / "model", file)
 
 
 def test_fifty_kills(tmp_path):
