@@ -4,6 +4,7 @@
     flashnext doctor [--json] [wishes]        check this box point by point
     flashnext prepare [wishes]                everything before the engine, once
     flashnext serve [wishes]                  prepare, start vLLM and stay with it
+    flashnext fetch [REPO|FOLDER] [--to DIR]  bring a checkpoint here, resumed and verified
     flashnext checkpoint [--deep] [--json]    is the checkpoint whole, and read as it was written
     flashnext bits [--demo] [--what-if experts=g64] [--figure F.svg]   where the bytes are, and the roofline
     flashnext explain LOG [--json]            known failures in an engine's log
@@ -26,6 +27,7 @@ from typer.exceptions import TyperException
 from . import bits as bits_
 from . import boot, checkpoint_fix, demo, facts, flags, lint, rules
 from . import doctor as doctor_
+from . import fetch as fetch_
 from . import plan as plan_
 from . import prepare as prepare_
 from .checkpoint import Checkpoint
@@ -33,6 +35,7 @@ from .errors import Exit, Refusal
 from .show import byte_progress, console, show
 from .simulate import simulate as make_box
 from .supervisor import Supervisor
+from .units import format_gib
 from .wishes import Wishes, gather
 
 app = typer.Typer(
@@ -190,6 +193,43 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
         state.update("failed", exit_code=int(e.code), reason=e.message, pid=None)
         raise
     raise typer.Exit(int(code))
+
+
+@app.command()
+def fetch(
+    source: Annotated[str, typer.Argument(help="OWNER/NAME on the hub, or a folder here.")] = fetch_.DEFAULT_REPO,
+    to: Annotated[Path, typer.Option(help="Folder to fetch into.")] = Path("model"),
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; a commit pins it.")] = None,
+    token_file: Annotated[
+        str | None, typer.Option(envvar="HF_TOKEN_PATH", help="File that holds a hub token, for gated repositories.")
+    ] = None,
+    endpoint: Annotated[
+        str, typer.Option(envvar="HF_ENDPOINT", help="The hub, or a mirror.")
+    ] = "https://huggingface.co",
+    workers: Annotated[int, typer.Option(min=1, max=16, help="Files at a time.")] = fetch_.WORKERS,
+    as_json: Json = False,
+) -> None:
+    """Bring a checkpoint into a folder: resumed after a cut, space checked first, each file against the hub's hash."""
+    token = fetch_.read_token(token_file)
+    with byte_progress("fetching") as progress:
+        done = fetch_.fetch(
+            source,
+            to,
+            revision=revision,
+            endpoint=endpoint.rstrip("/"),
+            token=token,
+            workers=workers,
+            progress=progress,
+        )
+    facts.read_checkpoint(done.target)
+    if as_json:
+        print(json.dumps(vars(done), indent=1, ensure_ascii=False))
+    else:
+        print(
+            f"{done.target}: {done.files} files, {format_gib(done.total_bytes)}, "
+            + (f"commit {done.commit}" if done.commit else f"copied from {source}")
+            + f"; {format_gib(done.fetched_bytes)} fetched in {done.took_s:,.0f} s"
+        )
 
 
 @app.command(context_settings=_WISHES)

@@ -39,6 +39,9 @@ from .units import format_gib
 
 BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = frozenset({"BF16", "F16", "F32"})
+FETCH_NOTE = ".flashnext-fetch.json"
+"""What fetch.py leaves: {"commit": ..., "files": {name: [size, mtime_ns, hash]}}."""
+
 _SHOWN = 3
 _TAKE_AGAIN = "download the checkpoint again, all files of one revision"
 _EXPORT_AGAIN = "export again from the quantizer's own output; the weights are not what can be read"
@@ -541,8 +544,18 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ids if target and checkpoint.text.vocab_size == vocab else checkpoint.text.eos_token_id or ()
 
 
+def _fetch_note(folder: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(folder / FETCH_NOTE, FETCH_NOTE)
+    except Refusal:
+        return {}
+
+
 def revision_of(folder: Path) -> str | None:
-    """The hub's commit, where a download left it: the cache's folder name, or its own notes beside the files."""
+    """The hub's commit, where a download left it: our own note, the cache's folder name, or the hub library's notes."""
+    commit = _fetch_note(folder).get("commit")
+    if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{40}", commit):
+        return commit
     for part in reversed(folder.absolute().parts):
         if re.fullmatch(r"[0-9a-f]{40}", part):
             return part
@@ -665,7 +678,11 @@ def hasher(progress: Callable[[int, int], None]) -> Callable[[Checkpoint, Findin
 
 
 def _noted_hash(folder: Path, name: str) -> str | None:
-    """sha256 that the hub lists for a file: huggingface_hub writes it as the second line of its note."""
+    """sha256 that the hub lists for a file: in our own note, or on the second line of huggingface_hub's."""
+    files = _fetch_note(folder).get("files")
+    entry = files.get(name) if isinstance(files, dict) else None
+    if isinstance(entry, list) and entry and re.fullmatch(r"[0-9a-f]{64}", str(entry[-1])):
+        return entry[-1]
     try:
         lines = (folder / ".cache/huggingface/download" / f"{name}.metadata").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
