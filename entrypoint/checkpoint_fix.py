@@ -72,7 +72,8 @@ def _schemes(stored: Sequence[lint.Stored], config: Mapping[str, Any]) -> dict[s
     """
     groups = config.get("config_groups")
     said = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    sizes = {(args.get("num_bits"), args.get("group_size")) for args in said if isinstance(args, dict)}
+    pairs = [(args.get("num_bits"), args.get("group_size")) for args in said if isinstance(args, dict)]
+    sizes = {pair for pair in pairs if all(type(n) is int for n in pair)}
     sizes |= {(i.form.bits, i.part.shape[-1] // i.form.groups) for i in stored if i.form.groups > 1}
     out = {}
     for item in stored:
@@ -130,9 +131,9 @@ def config_groups(checkpoint: Checkpoint, stored: Sequence[lint.Stored]) -> dict
             "output_activations": None,
             "format": "pack-quantized",
         }
-    kept = [
-        word for word in config.get("ignore") or () if isinstance(word, str) and not _hits(word, schemes, checkpoint)
-    ]
+    ignore = config.get("ignore")
+    words = [word for word in ignore if isinstance(word, str)] if isinstance(ignore, list) else []
+    kept = [word for word in words if not _hits(word, schemes, checkpoint)]
     own = [r"re:.*visual\..*"]
     if not any(name.startswith("mtp.") and name.endswith(".weight_packed") for name in checkpoint.tensors):
         own.append(r"re:^mtp\..*")
