@@ -25,6 +25,7 @@ import ctypes, gc, json, mmap, os, sys, types
 import numpy as np
 import torch
 import engine_modules as em
+from safetensors import safe_open
 from flashnext import mapped_table, table_store
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -198,6 +199,17 @@ for name, table in {"checkpoint": {"backing": "checkpoint"}, "flat": {"path": FL
         said["moved"] = str(error)
     out[name] = said
 
+# The second of two stages: no table, nothing to read ahead, and no shard read either.
+import kv_specs
+kv_specs.set_stages(config, 2)
+later = kv_specs.build_model(config, 1)
+with set_current_vllm_config(config), safe_open(in_place.parts[0].file, "pt") as file:
+    shard = mapped_table.tensor_of(file, next(name for name in file.keys() if ".ngram_embedding.shard_" in name))
+    norm = mapped_table.tensor_of(file, next(name for name in file.keys() if name.endswith("norm_key.weight")))
+out["second stage"] = {"tables": len(mapped_table.tables_of(later)), "shard": str(shard.device),
+                       "shard shape": list(shard.shape), "other": str(norm.device)}
+kv_specs.set_stages(config, 1)
+
 out["refused"] = {}
 for name, table in {"typo": {"backing": "flat"}, "text": "checkpoint", "no file": {"path": FLAT + "-"}}.items():
     try:
@@ -236,6 +248,12 @@ def test_loader_leaves_the_table_where_it_is(seen, backing):
     assert seen[backing]["resident"] < 0.75
     if seen["reference"]["read"] > seen["table_bytes"]:
         assert seen[backing]["read"] <= seen["reference"]["read"] - seen["table_bytes"] + (1 << 20)
+
+
+def test_stage_without_the_table(seen):
+    assert seen["second stage"] == {
+        "tables": 0, "shard": "meta", "shard shape": [-(-seen["rows"] // 128), 16], "other": "cpu",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("backing", ["checkpoint", "flat"])
