@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ from . import doctor as doctor_
 from . import fetch as fetch_
 from . import plan as plan_
 from . import prepare as prepare_
+from . import table as table_
 from .checkpoint import Checkpoint
 from .errors import Exit, Refusal
 from .show import byte_progress, console, show
@@ -109,8 +111,11 @@ def doctor(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path("
     raise typer.Exit(int(worst))
 
 
-def _ready(wishes: Wishes) -> tuple[plan_.Plan, str | None, int, list[str]]:
-    """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal."""
+def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[plan_.Plan, str | None, int, list[str]]:
+    """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal.
+
+    `table` is called with the checkpoint's folder and the table file that was wished for, if one was.
+    """
     repaired: list[str] = []
 
     def mend(found: Checkpoint) -> Checkpoint:
@@ -122,6 +127,8 @@ def _ready(wishes: Wishes) -> tuple[plan_.Plan, str | None, int, list[str]]:
         _demo_model(wishes)
     _, model, made, key = facts.everything(wishes, mend)
     prepare_.folders(wishes)
+    if wishes.value("table"):
+        table(Path(wishes.value("model")), Path(wishes.value("table")))
     return made, key, sum(s.size_bytes for s in model.shards), repaired
 
 
@@ -143,8 +150,14 @@ def _demo_model(wishes: Wishes) -> None:
 
 @app.command(context_settings=_WISHES)
 def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
-    """Check the box and the checkpoint, make the plan, and make our folders. Exits 0 only where `serve` can start."""
-    made, _, weight_bytes, repaired = _ready(_wishes(ctx, env_file))
+    """Check the box and the checkpoint, make the plan, our folders and the table file that was wished for.
+
+    Exits 0 only where `serve` can start.
+    """
+    tell = table_.teller(sys.stderr)
+    made, _, weight_bytes, repaired = _ready(
+        _wishes(ctx, env_file), lambda model, file: table_.prepare(model, file, tell)
+    )
     if as_json:
         out = {"plan": made.as_dict(), "weight_bytes": weight_bytes, "repaired": repaired}
         print(json.dumps(out, ensure_ascii=False))
@@ -163,7 +176,7 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
     state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
     try:
         state.update("preparing")
-        made, key, weight_bytes, repaired = _ready(wishes)
+        made, key, weight_bytes, repaired = _ready(wishes, table_.refuse_unless_whole)
         prepare_.port_free(wishes.value("host"), wishes.value("port"))
         vllm = shutil.which("vllm")
         if vllm is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from entrypoint import demo
 from entrypoint import table as table_
 from entrypoint.errors import Exit, Refusal
 from tests.support.table_shards import PREFIX, write_file, write_table
@@ -292,3 +293,22 @@ def test_no_folder(tmp_path):
     write_table(tmp_path / "model")
     with pytest.raises(Refusal, match="is not there"):
         table_.prepare(tmp_path / "model", tmp_path / "nowhere" / "table")
+
+
+@pytest.mark.parametrize("command, said", [("prepare", "has no N-gram table"), ("serve", "has no N-gram table")])
+def test_command_line_asks_for_the_table(tmp_path, command, said):
+    """The demo's model has none, so a wish for its table ends there: code 5 and two lines, before any engine is started."""
+    assert demo.make(tmp_path / "model")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FLASHNEXT_")} | {
+        "FLASHNEXT_DEVICE": "cpu",
+        "FLASHNEXT_MODEL": str(tmp_path / "model"),
+        "FLASHNEXT_DATA": str(tmp_path / "data"),
+        "FLASHNEXT_STATE_DIR": str(tmp_path / "state"),
+        "FLASHNEXT_TABLE": str(tmp_path / "data" / "table" / "rows"),
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "entrypoint", command], env=env, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert run.returncode == 5, run.stderr
+    error, fix = run.stderr.splitlines()
+    assert error.startswith("ERROR: table: ") and said in error and fix.startswith("Fix: ")
