@@ -131,10 +131,10 @@ class Tensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """(dtype, shape) of a tensor, None where there is none of that name."""
-        row = self._rows.get(name)
-        return None if row is None else (self._dtypes[row], self._shapes[row])
+    def specs(self, names: Iterable[str], end: str = "") -> list[tuple[str, tuple[int, ...]] | None]:
+        """(dtype, shape) of the tensors NAME + `end`, None where there is none of that name."""
+        get, dtypes, shapes = self._rows.get, self._dtypes, self._shapes
+        return [None if (row := get(name + end)) is None else (dtypes[row], shapes[row]) for name in names]
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of each tensor."""

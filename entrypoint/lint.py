@@ -219,9 +219,10 @@ def _stored(part: Part, tensors: Tensors, unusual: bool, found: Findings) -> tup
     ends = _ends(part, unusual)
     known: dict[tuple, tuple[Form | _Wrong | None, int]] = {}
     by_form: dict[Form, list[str]] = {}
-    spec, taken = tensors.spec, 0
-    for name in part.names():
-        specs = tuple([spec(name + end) for end in ends])
+    taken, names = 0, part.names()
+    # A column for each end, not a row for each name: a quarter of a million lookups, and nothing else, take the time.
+    for name, *rest in zip(names, *[tensors.specs(names, end) for end in ends], strict=True):
+        specs = tuple(rest)
         hit = known.get(specs)
         if hit is None:
             form: Form | _Wrong | None
