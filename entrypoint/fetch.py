@@ -306,7 +306,30 @@ def _watched(target: Path, files: Sequence[Wanted], progress: Progress, every_s:
         progress(_bytes_here(target, files), total)
 
 
-def _append(wanted: Wanted, target: Path, again: bool, more: Callable[[Any, int], None]) -> None:
+class _Stopped(Exception):
+    """Another file failed, or the user ended the run."""
+
+
+class _Writer:
+    """A file whose next write fails once `stop` is set: a large file must not go on for hours after the run has failed."""
+
+    def __init__(self, file: Any, stop: threading.Event):
+        self._file, self._stop = file, stop
+
+    def write(self, data: bytes) -> int:
+        if self._stop.is_set():
+            raise _Stopped
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+Get = Callable[[Wanted, Path, bool, threading.Event], None]
+"""(file, folder, from zero?, stop) -> nothing: brings one file. Raises what its source raises."""
+
+
+def _append(wanted: Wanted, target: Path, again: bool, stop: threading.Event, more: Callable[[Any, int], None]) -> None:
     """Complete `NAME.partial` by `more(file, bytes that it has)`, from zero with `again`, and give it its name."""
     partial = target / f"{wanted.name}.partial"
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -315,53 +338,54 @@ def _append(wanted: Wanted, target: Path, again: bool, more: Callable[[Any, int]
             file.truncate(0)
             file.seek(0)
         if file.tell() < wanted.size_bytes:
-            more(file, file.tell())
+            more(_Writer(file, stop), file.tell())
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, target / wanted.name)
 
 
-def _from_hub(listing: Listing, endpoint: str, token: str | None) -> Callable[[Wanted, Path, bool], None]:
+def _from_hub(listing: Listing, endpoint: str, token: str | None) -> Get:
     hub = _hub()
     # Not hf_hub_download: since 2.4 it begins a file anew in each process, and here a file can be hours.
     from huggingface_hub.file_download import http_get
 
     headers = hub.utils.build_hf_headers(token=token or False)
 
-    def get(wanted: Wanted, target: Path, again: bool) -> None:
+    def get(wanted: Wanted, target: Path, again: bool, stop: threading.Event) -> None:
         url = hub.hf_hub_url(listing.source, wanted.name, revision=listing.commit, endpoint=endpoint)
         _append(
             wanted,
             target,
             again,
+            stop,
             lambda file, at: http_get(url, file, resume_size=at, headers=headers, expected_size=wanted.size_bytes),
         )
 
     return get
 
 
-def _from_folder(listing: Listing) -> Callable[[Wanted, Path, bool], None]:
-    def get(wanted: Wanted, target: Path, again: bool) -> None:
+def _from_folder(listing: Listing) -> Get:
+    def get(wanted: Wanted, target: Path, again: bool, stop: threading.Event) -> None:
         def more(file: Any, at: int) -> None:
             with (Path(listing.source) / wanted.name).open("rb") as source:
                 source.seek(at)
                 shutil.copyfileobj(source, file, _BLOCK_BYTES)
 
-        _append(wanted, target, again, more)
+        _append(wanted, target, again, stop, more)
 
     return get
 
 
-def _one(
-    wanted: Wanted, target: Path, get: Callable[[Wanted, Path, bool], None], stop: threading.Event, pause_s: float
-) -> None:
+def _one(wanted: Wanted, target: Path, get: Get, stop: threading.Event, pause_s: float) -> None:
     """Bring one file, whole and with its hash. Raises Refusal (code 4), or what `get` raised last."""
     again = wrong = False
     for attempt in range(TRIES):
         if stop.is_set():
             return
         try:
-            get(wanted, target, again)
+            get(wanted, target, again, stop)
+        except _Stopped:
+            return
         except OSError as error:  # huggingface_hub's and the sockets' errors are OSErrors or httpx's, see below
             if attempt == TRIES - 1 or _is_final(error):
                 raise

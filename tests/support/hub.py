@@ -2,14 +2,17 @@
 
 Real HTTP over a real socket: the model's listing with sizes and hashes, HEAD and GET of a file at a commit, ranges, ETag,
 X-Repo-Commit and X-Linked-Size, X-Error-Code for what is refused. `cut[name] = [n, ...]` closes the connection after n bytes of the next
-answers; `wrong[name] = k` sends wrong bytes in the next k answers; `token` asks for one; `seen` lists what was asked.
+answers; `wrong[name] = k` sends wrong bytes in the next k answers; `slow[name] = s` waits s seconds after each MB; `token` asks
+for one; `seen` lists what was asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -29,6 +32,7 @@ class Hub:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
         self.cut: dict[str, list[int]] = {}
         self.wrong: dict[str, int] = {}
+        self.slow: dict[str, float] = {}
         self.seen: list[tuple[str, str, str | None]] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -141,4 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(2)
             return
-        self.wfile.write(data)
+        if name not in hub.slow:
+            self.wfile.write(data)
+            return
+        with contextlib.suppress(OSError):  # the reader may leave
+            for at in range(0, len(data), 1_000_000):
+                self.wfile.write(data[at : at + 1_000_000])
+                time.sleep(hub.slow[name])

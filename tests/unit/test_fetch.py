@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +78,29 @@ def test_a_cut_connection_goes_on_where_it_left_off(hub, tmp_path):
     assert same(tmp_path / "t", hub)
     starts = [int(span[6:].split("-")[0]) if span else 0 for span in hub.sent(BIG)]
     assert starts[0] == 0 and len(starts) == 3 and starts[1] == starts[2] >= 10_000_000, starts
+
+
+def test_ctrl_c_ends_at_once_and_keeps_what_came(hub, tmp_path):
+    hub.files[BIG] = random.Random(0).randbytes(60_000_000)
+    hub.slow[BIG] = 0.15
+    partial = tmp_path / "t" / f"{BIG}.partial"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "entrypoint", "fetch", REPO, "--to", str(tmp_path / "t")],
+        cwd=ROOT,
+        env={**os.environ, "HF_ENDPOINT": hub.url},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not (partial.exists() and partial.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=8)
+    assert run.returncode == 130 and "Traceback" not in err, err
+    assert 10_000_000 <= partial.stat().st_size < 60_000_000
+    hub.slow.clear()
+    brought(hub, tmp_path / "t")
+    assert same(tmp_path / "t", hub)
 
 
 def test_a_run_that_was_killed_is_resumed_by_the_next(hub, tmp_path, monkeypatch):
