@@ -52,7 +52,7 @@ def checkpoint(wishes: Wishes) -> Checkpoint:
     if not found.local:
         raise Refusal(
             f"{wishes.value('model')} is not a folder here",
-            "download the checkpoint and point FLASHNEXT_MODEL (compose: FLASHNEXT_MODEL_DIR) at its folder",
+            "flashnext fetch brings it; point FLASHNEXT_MODEL (compose: FLASHNEXT_MODEL_DIR) at its folder",
             Exit.CHECKPOINT,
         )
     if not found.tokenizer:
