@@ -243,13 +243,13 @@ def _is_right(target: Path, wanted: Wanted, note: Mapping[str, list]) -> bool:
         return False
 
 
-def _bytes_here(target: Path, files: Sequence[Wanted]) -> int:
+def _bytes_here(target: Path, files: Sequence[Wanted], ends: Sequence[str] = ("", ".partial")) -> int:
     """Bytes of these files that are on the disk, whole or in part."""
     done = 0
     for wanted in files:
-        for name in (wanted.name, f"{wanted.name}.partial"):
+        for end in ends:
             with suppress(OSError):
-                done += min((target / name).stat().st_size, wanted.size_bytes)
+                done += min((target / f"{wanted.name}{end}").stat().st_size, wanted.size_bytes)
                 break
     return done
 
@@ -376,8 +376,10 @@ def _from_folder(listing: Listing) -> Get:
     return get
 
 
-def _one(wanted: Wanted, target: Path, get: Get, stop: threading.Event, pause_s: float) -> None:
-    """Bring one file, whole and with its hash. Raises Refusal (code 4), or what `get` raised last."""
+def _one(
+    wanted: Wanted, target: Path, get: Get, right: Callable[[Wanted], None], stop: threading.Event, pause_s: float
+) -> None:
+    """Bring one file, whole and with its hash, and call `right` then. Raises Refusal (code 4), or what `get` raised last."""
     again = wrong = False
     for attempt in range(TRIES):
         if stop.is_set():
@@ -399,6 +401,7 @@ def _one(wanted: Wanted, target: Path, get: Get, stop: threading.Event, pause_s:
         path = target / wanted.name
         size = path.stat().st_size
         if size == wanted.size_bytes and (wanted.digest is None or digest_of(path, wanted.digest) == wanted.digest):
+            right(wanted)
             return
         path.unlink()
         if wrong:
@@ -458,14 +461,24 @@ def fetch(
         get = _from_hub(listing, endpoint, token)
     note = _read_note(target)
     missing = [f for f in listing.files if not _is_right(target, f, note)]
-    missing_bytes = sum(f.size_bytes for f in missing) - _bytes_here(target, missing)
+    # A file that is there and wrong is replaced at the end only: until then both take space.
+    missing_bytes = sum(f.size_bytes for f in missing) - _bytes_here(target, missing, (".partial",))
     check_space(target, missing_bytes)
+    stamps = {f.name: _stamp(target / f.name, f) for f in listing.files if f not in missing}
+    one_at_a_time = threading.Lock()
+
+    def right(wanted: Wanted, commit: str | None = None) -> None:
+        """Note a file whose hash was found right, so that a later run does not read it again."""
+        with one_at_a_time:
+            stamps[wanted.name] = _stamp(target / wanted.name, wanted)
+            write_json(target / NOTE, {"source": listing.source, "commit": commit, "files": stamps})
+
     try:
         target.mkdir(parents=True, exist_ok=True)
         with _alone(target):
-            _fetch_all(missing, target, get, workers, progress, every_s, pause_s)
-            stamps = {f.name: _stamp(target / f.name, f) for f in listing.files}
-            write_json(target / NOTE, {"source": listing.source, "commit": listing.commit, "files": stamps})
+            _fetch_all(missing, target, get, right, workers, progress, every_s, pause_s)
+            # Only a whole folder is of a commit.
+            right(listing.files[0], listing.commit)
     except Refusal:
         raise
     except OSError as error:
@@ -486,12 +499,21 @@ def fetch(
     )
 
 
-def _fetch_all(files, target: Path, get, workers: int, progress: Progress, every_s: float, pause_s: float) -> None:
+def _fetch_all(
+    files: Sequence[Wanted],
+    target: Path,
+    get: Get,
+    right: Callable[[Wanted], None],
+    workers: int,
+    progress: Progress,
+    every_s: float,
+    pause_s: float,
+) -> None:
     stop = threading.Event()
     # Small files first: what is wrong with the repository shows before the hours of the large ones.
     queue = sorted(files, key=lambda f: f.size_bytes)
     with _watched(target, files, progress, every_s), ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(_one, wanted, target, get, stop, pause_s) for wanted in queue]
+        running = [pool.submit(_one, wanted, target, get, right, stop, pause_s) for wanted in queue]
         try:
             done, _ = wait(running, return_when=FIRST_EXCEPTION)
             for future in done:

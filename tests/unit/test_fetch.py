@@ -110,6 +110,8 @@ def test_a_run_that_was_killed_is_resumed_by_the_next(hub, tmp_path, monkeypatch
     with pytest.raises(Refusal) as refused:
         brought(hub, tmp_path / "t")
     assert refused.value.code == Exit.CHECKPOINT and "a second run goes on" in refused.value.fix
+    note = json.loads((tmp_path / "t" / fetch.NOTE).read_text())
+    assert note["commit"] is None and set(note["files"]) == set(hub.files) - {BIG}
     hub.cut.clear()
     before = len(hub.sent(BIG))
     done = brought(hub, tmp_path / "t")
@@ -126,7 +128,8 @@ def test_wrong_bytes_are_fetched_again_and_twice_wrong_is_refused(hub, tmp_path)
     with pytest.raises(Refusal, match=f"{WEIGHTS} came with another hash than the hub lists, twice") as refused:
         brought(hub, tmp_path / "u")
     assert refused.value.code == Exit.CHECKPOINT
-    assert not (tmp_path / "u" / WEIGHTS).exists() and not (tmp_path / "u" / fetch.NOTE).exists()
+    assert not (tmp_path / "u" / WEIGHTS).exists()
+    assert WEIGHTS not in json.loads((tmp_path / "u" / fetch.NOTE).read_text())["files"]
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
