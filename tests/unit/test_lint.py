@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from entrypoint import architecture, lint
+from entrypoint import architecture, lint, show
 from entrypoint.checkpoint import TextConfig, read_checkpoint
 from entrypoint.errors import Exit, Refusal
 from tests.support import published_form as form
@@ -313,3 +314,12 @@ def test_the_command_ends_with_the_documented_code(tmp_path, change, code):
     assert done.returncode == code, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout)["path"] == str(folder)
+
+
+def test_progress_of_long_work_says_rate_and_time_left(monkeypatch, capsys):
+    clock = iter([0.0, 5.0, 20.0])
+    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with show.byte_progress("hashing") as progress:
+        progress(1 << 30, 10 << 30)
+        progress(2 << 30, 10 << 30)
+    assert capsys.readouterr().err == "hashing: 2.00 GiB of 10.00 GiB, 107 MB/s, 80 s left\n"
