@@ -136,8 +136,12 @@ def main() -> None:
     print(f"BOOTED {boot_s:.1f} s", flush=True)
     asker = Asker(llm)
     if opt.dummy:
-        # Random weights say nothing of quality: four requests, the longest over several chunks and past the budget.
-        requests = [([(7 * n + 3) % 2000 for n in range(length)], 16) for length in (1, 100, 700, 3000)]
+        # Random weights say nothing of quality: requests of one chunk and of several, past the budget, then four at once.
+        requests = [([(7 * n + 3) % 2000 for n in range(length)], 16) for length in (2, 100, 700, 3000)]
+        for request in requests:
+            answer = asker.ask([request])[0]
+            best = [max(step.values()) for step in answer["top"]]
+            print(f"DUMMY {len(request[0])} tokens: {answer['tokens']} {best[0]:.3f} {best[-1]:.3f}", flush=True)
         result = {"lengths": [len(a["tokens"]) for a in asker.ask(requests)]}
     else:
         with open(opt.reference, encoding="utf-8") as file:
