@@ -16,12 +16,14 @@ holds one row in flight per faulting thread. Why not io_uring: Docker's default 
 of threads: nothing is left to wait for side by side; and nothing has to be stopped at the end. The loop is compiled by
 Numba, which vLLM requires, and runs without the GIL. Measured: `python -m flashnext.table_bench`.
 
+A step of one or a few tokens takes the same steps without the sort and the loop (`FEW`).
+
 Memory: 16 bytes for each row of a window beyond the caller's buffer, and the argsort of the step's ids.
 """
 
 import ctypes
 import errno
-import functools
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ from flashnext.table_store import Table
 
 WINDOW = 8192
 """Rows with the disk at once; at two pages each, 64 MiB of page cache at most."""
+FEW = 32
+"""Up to so many rows (two tokens), Python's own calls are quicker than a sort and a call of the compiled loop."""
 TRIED = 32
 """Rows of a window after which it can count as cold."""
 _NOWAIT = 8  # RWF_NOWAIT, linux/fs.h
@@ -43,9 +47,11 @@ class Counts(NamedTuple):
     cold: int
 
 
-@functools.cache
-def _loop():
-    """The compiled loop; about two seconds, once a process. Takes Linux's own calls from the C library."""
+def _loop(table: Table, window: int):
+    """The compiled loop over one table, whose places it holds as constants: arguments cost a call of few rows much.
+
+    Seconds to compile. Takes Linux's own calls from the C library.
+    """
     import numba
 
     # A handle of our own: argtypes belong to the function object, and ctypes shares those of a shared handle.
@@ -56,14 +62,16 @@ def _loop():
     preadv2.argtypes, preadv2.restype = [number, size, number, offset, number], size
     advise.argtypes, advise.restype = [number, offset, offset, number], number
     nowait, willneed = _NOWAIT, 3  # POSIX_FADV_WILLNEED
+    descriptors, starts = np.array(table.descriptors, np.int32), np.array(table.starts, np.int64)
+    part_rows, row_bytes = table.part_rows, table.row_bytes
 
     @numba.njit(nogil=True)
-    def loop(ids, order, descriptors, starts, part_rows, row_bytes, out, vector, waiting):
-        # Returns (distinct, cold, position in `ids` of the row that could not be read, or -1).
+    def loop(ids, order, out, vector, waiting):
+        # Returns (distinct, cold, position in `ids` of a row that could not be read, or -1).
         address, at_vector = out.ctypes.data, vector.ctypes.data
         distinct, cold, begin, count = 0, 0, 0, len(order)
         while begin < count:
-            end = min(count, begin + len(waiting))
+            end = min(count, begin + window)
             missing = read = 0
             for k in range(begin, end):
                 row = ids[order[k]]
@@ -101,12 +109,11 @@ class Gatherer:
 
     def __init__(self, table: Table):
         self.table = table
-        self._descriptors = np.array(table.descriptors, np.int32)
-        self._starts = np.array(table.starts, np.int64)
+        self._loop = _loop(table, WINDOW)
         self._waiting = np.empty(WINDOW, np.int64)
         self._vector = np.array([0, table.row_bytes], np.int64)  # struct iovec
         # Compile now, not in the first request.
-        self.gather(np.zeros(1, np.int64), np.empty((1, table.row_bytes), np.uint8))
+        self.gather(np.zeros(FEW + 1, np.int64), np.empty((FEW + 1, table.row_bytes), np.uint8))
 
     def gather(self, ids: np.ndarray, out: np.ndarray) -> Counts:
         """Fill `out` (uint8 [n, row_bytes], contiguous) with the rows `ids` (int64 [n]).
@@ -122,25 +129,49 @@ class Gatherer:
             raise TypeError(f"out must be contiguous uint8 {list(shape)}, not {out.dtype} {list(out.shape)}")
         if not count:
             return Counts(0, 0, 0)
-        low, high = int(ids.min()), int(ids.max())
+        if count <= FEW:
+            return self._gather_few(ids.tolist(), out)
+        order = np.argsort(ids)
+        self._check(int(ids[order[0]]), int(ids[order[-1]]))
+        distinct, cold, failed = self._loop(ids, order, out, self._vector, self._waiting)
+        if failed >= 0:
+            raise self._failure(int(ids[failed]))
+        return Counts(count, distinct, cold)
+
+    def _check(self, low: int, high: int) -> None:
         if low < 0 or high >= self.table.rows:
             raise IndexError(f"row {low if low < 0 else high} of a table of {self.table.rows}")
-        distinct, cold, failed = _loop()(
-            ids,
-            np.argsort(ids),
-            self._descriptors,
-            self._starts,
-            self.table.part_rows,
-            self.table.row_bytes,
-            out,
-            self._vector,
-            self._waiting,
-        )
-        if failed >= 0:
-            row = int(ids[failed])
-            # Asked again for what the disk says; a row that can be read the second time is still one too many.
+
+    def _gather_few(self, ids: list[int], out: np.ndarray) -> Counts:
+        """The same steps row by row: what a step of few tokens gets, before sorting and calling the loop would pay."""
+        table, waiting = self.table, []
+        self._check(min(ids), max(ids))
+        descriptors, starts, part_rows, row_bytes = table.descriptors, table.starts, table.part_rows, table.row_bytes
+        for n, row in enumerate(ids):
+            part = row // part_rows
+            descriptor, at = descriptors[part], starts[part] + (row - part * part_rows) * row_bytes
+            try:
+                got = os.preadv(descriptor, (out[n],), at, _NOWAIT)
+            except OSError:  # EAGAIN: not in the page cache; anything else will be met again below
+                got = 0
+            if got != row_bytes:
+                os.posix_fadvise(descriptor, at, row_bytes, os.POSIX_FADV_WILLNEED)
+                waiting.append((n, row, descriptor, at))
+        for n, row, descriptor, at in waiting:
+            try:
+                got = os.preadv(descriptor, (out[n],), at)
+            except OSError:
+                got = 0
+            if got != row_bytes:
+                raise self._failure(row)
+        return Counts(len(ids), len(set(ids)), len({row for _, row, _, _ in waiting}))
+
+    def _failure(self, row: int) -> OSError:
+        """Asks again, for what the disk says; a row that can be read the second time is still one too many."""
+        try:
             self.table.read_row(row)
-            raise OSError(
-                errno.EIO, f"row {row} of the table could be read at the second attempt only", self.table.place(row)[0]
-            )
-        return Counts(count, distinct, cold)
+        except OSError as error:
+            return error
+        return OSError(
+            errno.EIO, f"row {row} of the table could be read at the second attempt only", self.table.place(row)[0]
+        )

@@ -280,19 +280,21 @@ gatherer = Gatherer(table)
 os.truncate(file, 10 * table.row_bytes + 1)
 out = np.zeros((4, table.row_bytes), np.uint8)
 said = {}
-for name, ids in {"gone": [3, rows - 1, 4, 5], "cut": [3, 10, 4, 5]}.items():
+asked = {"gone": [3, rows - 1, 4, 5], "cut": [3, 10, 4, 5], "gone, many": [3] * 99 + [rows - 1], "cut, many": [3, 10] * 50}
+for name, ids in asked.items():
     try:
-        gatherer.gather(np.array(ids), out)
+        gatherer.gather(np.array(ids), np.zeros((len(ids), table.row_bytes), np.uint8))
     except OSError as error:
         said[name] = [error.errno, error.strerror, error.filename]
 gatherer.gather(np.array([3, 4, 5, 9]), out)
 # A descriptor that the disk would answer with an error: a folder cannot be read (EISDIR), whatever its row.
 folder = os.open(os.path.dirname(file), os.O_RDONLY)
 os.dup2(folder, table.descriptors[0])
-try:
-    gatherer.gather(np.array([1, 2, 3, 4]), out)
-except OSError as error:
-    said["disk"] = [error.errno, error.strerror, error.filename]
+for name, ids in {"disk": [1, 2, 3, 4], "disk, many": [1] * 100}.items():
+    try:
+        gatherer.gather(np.array(ids), np.zeros((len(ids), table.row_bytes), np.uint8))
+    except OSError as error:
+        said[name] = [error.errno, error.strerror, error.filename]
 print(json.dumps(said))
 """
 
@@ -304,9 +306,12 @@ def test_error_of_the_disk_is_an_error(run_patched, tmp_path):
     kit.prepare(tmp_path / "model", file)
     said = run_patched(BROKEN, str(file), str(ROWS), str(COLUMNS)).value
     at = 10 * COLUMNS * 2 + 1
-    assert said["gone"] == [5, f"row {ROWS - 1} of the table is cut off at byte {(ROWS - 1) * COLUMNS * 2}", str(file)]
-    assert said["cut"] == [5, f"row 10 of the table is cut off at byte {at}", str(file)]
-    assert said["disk"] == [21, "reading row 1 of the table: Is a directory", str(file)]
+    for many in ("", ", many"):
+        assert said["gone" + many] == [
+            5, f"row {ROWS - 1} of the table is cut off at byte {(ROWS - 1) * COLUMNS * 2}", str(file),
+        ]  # fmt: skip
+        assert said["cut" + many] == [5, f"row 10 of the table is cut off at byte {at}", str(file)]
+        assert said["disk" + many] == [21, "reading row 1 of the table: Is a directory", str(file)]
 
 
 def test_bench_runs(run_patched, tmp_path):
