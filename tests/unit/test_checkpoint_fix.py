@@ -159,7 +159,7 @@ def test_prepare_plans_with_the_corrected_copy(tmp_path, monkeypatch):
     folder = form.write(tmp_path / "m", all_linear, whole=True, generation_config={})
     monkeypatch.setattr(facts, "machine", lambda wishes: simulate("3x3090", ram="125GiB", disk="nvme"))
     wishes = gather({"model": str(folder), "data": str(tmp_path / "data")}, {}, tmp_path / ".env")
-    made, _, weight_bytes, repaired = cli._ready(wishes)
+    made, _, weight_bytes, repaired = cli._ready(wishes, lambda model, table: None)
     served = Path(made.argv[1])
     assert served.parent == tmp_path / "data" / "overlay"
     assert [words.split(":")[0] for words in repaired] == ["config.json", "generation_config.json"]
