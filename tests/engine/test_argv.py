@@ -33,7 +33,7 @@ WISHES = [
     {},
     {"FLASHNEXT_STREAMS": "6", "FLASHNEXT_CONTEXT": "65536", "FLASHNEXT_CHUNK": "1024"},
     {"FLASHNEXT_EXTRA_ARGS": "--max-log-len 100 --compilation-config.pass_config.fuse_norm_quant false"},
-    {"FLASHNEXT_MODEL_NAME": "a b", "FLASHNEXT_P2P": "on", "FLASHNEXT_TABLE": "/t.bin"},
+    {"FLASHNEXT_MODEL_NAME": "a b", "FLASHNEXT_P2P": "on"},
 ]
 
 

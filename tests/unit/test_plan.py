@@ -148,6 +148,7 @@ def test_a_wished_context_is_not_lowered_silently():
         ({"FLASHNEXT_LAYER_PARTITION": "1,31,16"}, "at least 2"),
         ({"FLASHNEXT_LAYER_PARTITION": "3,29,16"}, "multiples of 4"),
         ({"FLASHNEXT_DEVICE": "cpu"}, "CUDA"),
+        ({"FLASHNEXT_TABLE": "/t.bin"}, "wrong tokens"),
     ],
 )
 def test_wishes_that_cannot_work(environ, words):
