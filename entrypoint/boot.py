@@ -92,11 +92,20 @@ def fingerprints() -> tuple[Fingerprint, ...]:
     return tuple(Fingerprint(**r) for r in rows)
 
 
+# A refusal of our own engine-side package, wherever it stands in a line (pydantic wraps those raised while the config is made).
+_OWN_REFUSAL = re.compile(r"flashnext: (.+?)\.? Fix: ([^\n]+)")
+
+
 def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
-    """Known failures in a log with the line that gave them away, in the order of the table; each at most once."""
+    """Known failures in a log with the line that gave them away, in the order of the table; each at most once.
+
+    A refusal of the engine-side package comes first and in its own words.
+    """
     text = [_ANSI.sub("", line.rstrip("\r\n")) for line in lines]
     whole = "\n".join(text)
     out = []
+    if found := _OWN_REFUSAL.search(whole):
+        out.append((Fingerprint("engine-refusal", _OWN_REFUSAL.pattern, found[1], found[2].strip()), found[0]))
     for row in fingerprints():
         if found := re.search(row.match, whole, re.MULTILINE):
             start = whole.rfind("\n", 0, found.end()) + 1

@@ -71,6 +71,16 @@ def test_known_failures(line, known):
     assert all(row.error and row.fix and "\n" not in row.error + row.fix for row, _ in found)
 
 
+def test_a_refusal_of_the_engine_package_is_told_in_its_own_words():
+    log = [
+        "  Value error, flashnext: groups a and b both target `Linear`. Fix: give each its own target [type=value_error]",
+        "RuntimeError: CUDA out of memory",
+    ]
+    row, _ = boot.explain(log)[0]
+    assert (row.id, row.error) == ("engine-refusal", "groups a and b both target `Linear`")
+    assert row.fix.startswith("give each its own target")
+
+
 def test_a_healthy_log_holds_no_known_failure():
     assert boot.explain([line for line, _ in LOG]) == []
 
