@@ -409,6 +409,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
                     "phase": phase.get("label"),
                     "health": (s.get("Health") or {}).get("Status"),
                     "detail": words or phase.get("reason"),
+                    "repaired": "; ".join(f"repaired: {r}" for r in phase.get("repaired") or []) or None,
                 }
             )
     good = any(r["health"] in {"healthy", "busy"} for r in rows)
