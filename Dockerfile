@@ -15,29 +15,29 @@ USER 0:0
 
 FROM base AS kit
 WORKDIR /src
-COPY pyproject.toml LICENSE NOTICE README.md ./
 COPY build/locks/kit.txt ./kit.txt
 # An environment of its own: what vLLM pins and what we pin never meet. A base may lack ensurepip and have uv instead.
 # pip.conf and uv.toml of a private index come as secrets: build arguments stay readable in an image's history.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml,required=false \
-    --mount=type=cache,target=/root/.cache \
+    --mount=type=cache,target=/var/cache/kit \
     python3 -m venv --without-pip /opt/flashnext && \
     if python3 -m venv /opt/pip 2>/dev/null; then \
-      /opt/pip/bin/pip --python /opt/flashnext/bin/python install --quiet --require-hashes -r kit.txt; \
+      PIP_CACHE_DIR=/var/cache/kit/pip /opt/pip/bin/pip --python /opt/flashnext/bin/python install --quiet --require-hashes -r kit.txt; \
     else \
-      uv pip install --quiet --python /opt/flashnext/bin/python --require-hashes -r kit.txt; \
+      UV_CACHE_DIR=/var/cache/kit/uv uv pip install --quiet --python /opt/flashnext/bin/python --require-hashes -r kit.txt; \
     fi
+COPY pyproject.toml LICENSE NOTICE README.md ./
 COPY entrypoint entrypoint
 COPY healthcheck healthcheck
 COPY build build
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf,required=false \
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml,required=false \
-    --mount=type=cache,target=/root/.cache \
+    --mount=type=cache,target=/var/cache/kit \
     if [ -x /opt/pip/bin/pip ]; then \
-      /opt/pip/bin/pip --python /opt/flashnext/bin/python install --quiet --no-deps .; \
+      PIP_CACHE_DIR=/var/cache/kit/pip /opt/pip/bin/pip --python /opt/flashnext/bin/python install --quiet --no-deps .; \
     else \
-      uv pip install --quiet --python /opt/flashnext/bin/python --no-deps .; \
+      UV_CACHE_DIR=/var/cache/kit/uv uv pip install --quiet --python /opt/flashnext/bin/python --no-deps .; \
     fi && \
     /opt/flashnext/bin/python -m compileall -q /opt/flashnext/lib
 
