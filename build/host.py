@@ -454,7 +454,9 @@ def test(
     os.chdir(REPOSITORY)
     if fast:
         raise typer.Exit(
-            subprocess.run([sys.executable, "-m", "pytest", "tests/unit", *ctx.args], env=_environ()).returncode
+            subprocess.run(
+                [sys.executable, "-m", "pytest", "tests/unit", "-m", "not slow", *ctx.args], env=_environ()
+            ).returncode
         )
     engine = engine_env.ensure(extras=locks / "engine-test.txt")
     runs = (

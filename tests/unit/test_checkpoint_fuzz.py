@@ -156,6 +156,7 @@ def test_headers(tmp_path):
     assert ended["refused"] > 0.8 * HEADERS, ended
 
 
+@pytest.mark.slow
 def test_configs_and_tensors(tmp_path):
     rng = random.Random(11)
     folder = tmp_path / "m"
