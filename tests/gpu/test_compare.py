@@ -52,13 +52,23 @@ def test_a_shift_above_the_tolerance_is_found(reference, answers):
 
 def test_swapped_streams_are_found(reference, answers):
     together = answers["together"]
-    together["one"], together["three"] = copy.deepcopy(together["three"]), copy.deepcopy(together["one"])
+    together["sixty-three"], together["three"] = (
+        copy.deepcopy(together["three"]),
+        copy.deepcopy(together["sixty-three"]),
+    )
     faults = compare.judge_all(reference, answers)["faults"]
-    assert {fault.split(":")[0] for fault in faults} == {"together one", "together three"}
+    assert {fault.split(":")[0] for fault in faults} == {"together sixty-three", "together three"}
+
+
+def test_known_faults_of_the_engine_are_told_apart(reference, answers):
+    answers["alone"]["one"]["tokens"][1] = -1
+    answers["alone"]["one"]["top"][1] = {"-1": 0.0}
+    judged = compare.judge_all(reference, answers)
+    assert judged["faults"] == [] and judged["known"] and all(" one: " in k for k in judged["known"])
 
 
 def test_another_token_passes_only_where_the_reference_is_undecided(reference, answers):
-    prompt = reference["prompts"][0]
+    prompt = next(p for p in reference["prompts"] if p["name"] == "three")
     bound = 2 * compare.MOST * reference["noise"]["max"]
     for at, step in enumerate(prompt["top"]):
         wrong = copy.deepcopy(answers)
