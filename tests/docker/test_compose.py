@@ -38,6 +38,7 @@ class Project:
         self.override = folder / "override.yaml"
         self.override.write_text(OVERRIDE)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHNEXT_", "COMPOSE_"))}
+        clean.pop("CUDA_VISIBLE_DEVICES", None)
         self.env = {**clean, "FLASHNEXT_PROJECT": self.name, **env}
 
     def __call__(self, *words: str, check: bool = False, timeout_s: int = 420) -> subprocess.CompletedProcess[str]:
@@ -168,6 +169,7 @@ def test_health_state_and_user(running, engine):
     code, out = container.exec_run(["flashnext-health", "--json"])
     assert code == 0 and json.loads(out)["status"] == "healthy"
     assert container.exec_run(["id", "-u"])[1].strip() == b"10001"
+    assert container.exec_run(["printenv", "CUDA_VISIBLE_DEVICES"])[0] != 0, "an empty value would hide every card"
 
 
 def test_nothing_outside_our_volume_can_be_written(running, engine):
@@ -261,6 +263,15 @@ def test_the_card_service_without_cards_is_refused_by_the_plan(project, engine, 
     assert p("up", "--detach", "--no-build", "server").returncode != 0
     assert p.container(engine, "prepare").attrs["State"]["ExitCode"] == 3
     assert "no NVIDIA card can be used" in last_two(p.logs("prepare"))[0]
+
+
+@pytest.mark.parametrize("value", [None, "0,2"])
+def test_cards_are_named_only_where_the_user_names_them(project, value):
+    p = project()
+    if value:
+        p.env["CUDA_VISIBLE_DEVICES"] = value
+    config = json.loads(p("config", "--format", "json", check=True).stdout)
+    assert config["services"]["server"]["environment"].get("CUDA_VISIBLE_DEVICES") == value
 
 
 def test_a_taken_port(project, engine):

@@ -33,6 +33,11 @@ def test_compose_passes_every_wish():
     assert {n for n in passed if n.startswith("FLASHNEXT_")} <= {w.env for w in table()}
 
 
+def test_no_empty_value_hides_the_cards():
+    """CUDA reads an empty CUDA_VISIBLE_DEVICES as "no card"; without a value compose leaves an unset variable out."""
+    assert COMPOSE["x-wishes"]["CUDA_VISIBLE_DEVICES"] is None
+
+
 def test_env_example_documents_every_name_and_nothing_else():
     named = set(re.findall(r"^#?(FLASHNEXT_[A-Z0-9_]+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
     assert named == {w.env for w in table()} | (FOREIGN - OF_TESTS)
