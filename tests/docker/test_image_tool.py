@@ -125,7 +125,7 @@ def test_a_failing_step_is_shown_with_its_last_lines_only(tool, context, base_im
     write_dockerfile(
         context, base_image, "RUN exec 2>&1; for i in $(seq 1 500); do echo row-$i; done; echo the cause >&2; exit 3"
     )
-    answer = tool("build", "--context", context, "--tag", f"{unique_name}:1", "--json")
+    answer = tool("build", "--context", context, "--base", base_image, "--tag", f"{unique_name}:1", "--json")
     refused(answer, 8, "exit code: 3, saying 'the cause'")
     lines = answer.stderr.splitlines()
     shown = lines[next(n for n, line in enumerate(lines) if line.startswith("--- ")) + 1 : lines.index("---")]
@@ -145,7 +145,7 @@ def test_a_failing_step_is_shown_with_its_last_lines_only(tool, context, base_im
 )
 def test_a_build_that_cannot_start_says_why(tool, context, base_image, unique_name, lines, words, part, fix):
     write_dockerfile(context, base_image, *lines)
-    answer = tool("build", "--context", context, "--tag", f"{unique_name}:1", *words)
+    answer = tool("build", "--context", context, "--base", base_image, "--tag", f"{unique_name}:1", *words)
     refused(answer, 8, part)
     assert fix in answer.stderr.splitlines()[-1]
 
@@ -154,11 +154,13 @@ def test_no_dockerfile_is_a_usage_error(tool, tmp_path):
     refused(tool("build", "--context", tmp_path), 2, "there is no")
 
 
-def test_the_second_build_takes_every_step_from_the_cache_and_no_cache_takes_none(tool, context, unique_name):
+def test_the_second_build_takes_every_step_from_the_cache_and_no_cache_takes_none(
+    tool, context, base_image, unique_name
+):
     (context / "salt").write_text(unique_name)
     with (context / "Dockerfile").open("a") as file:
         file.write("COPY salt /salt\nRUN cat /salt\n")
-    words = ("build", "--context", context, "--tag", f"{unique_name}:1")
+    words = ("build", "--context", context, "--base", base_image, "--tag", f"{unique_name}:1")
     tool.json(*words)
     # RUN echo, COPY, RUN cat; FROM counts as cached or not as the engine likes
     assert tool.json(*words)["cached_steps"] in (3, 4)
@@ -186,9 +188,9 @@ def test_target_arguments_and_secrets_reach_the_build(tool, engine, tmp_path, ba
     assert "s3cret" not in history
 
 
-def test_source_date_epoch_dates_the_image(tool, engine, context, unique_name):
+def test_source_date_epoch_dates_the_image(tool, engine, context, base_image, unique_name):
     env = {"SOURCE_DATE_EPOCH": "1700000000"}
-    tool.json("build", "--context", context, "--tag", f"{unique_name}:1", env=env)
+    tool.json("build", "--context", context, "--base", base_image, "--tag", f"{unique_name}:1", env=env)
     image = engine.images.get(f"{unique_name}:1")
     assert image.labels["org.opencontainers.image.created"] == "2023-11-14T22:13:20Z"
     assert image.attrs["Created"].startswith("2023-11-14T22:13:20")
@@ -327,7 +329,18 @@ def test_an_interrupted_save_leaves_no_file(tool, engine, tmp_path, base_image):
 def test_an_interrupted_build_ends_its_builder(tool, context, base_image, unique_name):
     write_dockerfile(context, base_image, f"RUN echo {unique_name}; sleep 300")
     child = subprocess.Popen(
-        [sys.executable, "-m", "build", "build", "--context", str(context), "--tag", f"{unique_name}:1"],
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "build",
+            "--context",
+            context,
+            "--base",
+            base_image,
+            "--tag",
+            f"{unique_name}:1",
+        ],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
