@@ -26,7 +26,7 @@ from . import boot
 from .boot import Follower, StateFile
 from .errors import Exit, Refusal
 
-STOP_MARGIN_S = 2.5
+STOP_MARGIN_S = 2.0
 HUNG_GRACE_S = 60.0
 TAIL_LINES = 400
 _TURN_S = 0.1
@@ -42,7 +42,7 @@ class Supervisor:
         state: StateFile,
         *,
         weight_bytes: int = 0,
-        drain_s: float = 7.0,
+        drain_s: float = 5.0,
         phase_limit_s: float | None = None,
         out=None,
     ):

@@ -21,7 +21,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert (wishes["streams"].value, wishes["streams"].source) == (8, "flag --streams")
     assert (wishes["chunk"].value, wishes["chunk"].source) == (128, "environment FLASHNEXT_CHUNK")
     assert (wishes["port"].value, wishes["port"].source) == (9000, "file .env FLASHNEXT_PORT")
-    assert (wishes["drain"].value, wishes["drain"].source) == (7, "default")
+    assert (wishes["drain"].value, wishes["drain"].source) == (5, "default")
 
 
 def test_empty_means_not_set():
