@@ -215,7 +215,7 @@ def test_zz_stop_in_mid_request(running, engine):
     )
     assert reader.stdout.readline() == "seen\n"
     began = datetime.datetime.now(datetime.timezone.utc)
-    running("stop", "demo", check=True)
+    container.stop(timeout=30)  # the grace period of compose.yaml
     container.reload()
     assert container.attrs["State"]["ExitCode"] == 0 and not container.attrs["State"]["OOMKilled"]
     # When the container ended, not when the engine had unmounted it: that waits for the disk, which may still be writing the image
