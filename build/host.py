@@ -461,9 +461,10 @@ def test(
     engine = engine_env.ensure(extras=locks / "engine-test.txt")
     runs = (
         ([sys.executable, "-m", "pytest", "tests/unit", *ctx.args], {}),
-        # the engine's tests run in the engine's own environment, unpatched: they make patched copies of its tree themselves
+        # the engine's tests run in the engine's own environment, unpatched: they make patched copies of its tree themselves;
+        # two at a time, because most of each is one process importing vLLM
         (
-            [str(engine), "-m", "pytest", "tests/engine", "tests/gpu", *ctx.args],
+            [str(engine), "-m", "pytest", "tests/engine", "tests/gpu", "-n2", "--dist=loadfile", *ctx.args],
             {"FLASHNEXT_ENGINE_PYTHON": str(engine)},
         ),
         ([sys.executable, "-m", "pytest", "tests/docker", *ctx.args], {"FLASHNEXT_ENGINE_PYTHON": str(engine)}),
