@@ -607,46 +607,38 @@ def check(tree: Path, series: Series, source: Mapping[str, bytes] | None) -> dic
 
 def apply(tree: Path, series: Series, source: Mapping[str, bytes] | None) -> dict:
     """Apply the series and install the package. Raises Refused (11, 12, 13); then nothing has changed."""
-    content = read_files(tree, series.touched())
-    files = inspect_files(series, content)
-    if overall(files) not in ("pristine", "applied"):
-        raise _drift(tree, files)
-    writes: dict[str, bytes] = {}
-    if overall(files) == "pristine":
-        writes = series.results(content)
-        _verify(series, writes, {path: target.after for path, target in series.targets.items()})
-    engine = None if source is None else package_state(tree, source)
-    if engine in ("foreign", "modified"):
-        raise _package_refusal(tree, engine)
-    with transaction() as steps:
-        if engine in ("absent", "outdated"):  # first, so that a patched vLLM never lacks what it imports
-            steps.folder(tree / PACKAGE, _with_manifest(source))
-        for path, data in writes.items():
-            steps.write(tree / path, data)
-    changed = bool(writes) or engine in ("absent", "outdated")
-    return {**check(tree, series, source), "changed": changed}
+    return _turn(tree, series, source, to="applied")
 
 
 def reverse(tree: Path, series: Series, source: Mapping[str, bytes] | None) -> dict:
     """Back to upstream's bytes and no package. Raises Refused (11, 12, 13); then nothing has changed."""
+    return _turn(tree, series, source, to="pristine")
+
+
+def _turn(tree: Path, series: Series, source: Mapping[str, bytes] | None, to: str) -> dict:
     content = read_files(tree, series.touched())
     files = inspect_files(series, content)
-    if overall(files) not in ("pristine", "applied"):
+    state = overall(files)
+    if state not in ("pristine", "applied"):
         raise _drift(tree, files)
+    on = to == "applied"
     writes: dict[str, bytes] = {}
-    if overall(files) == "applied":
-        writes = series.originals(content)
-        _verify(series, writes, {path: target.before for path, target in series.targets.items()})
+    if state != to:
+        writes = series.results(content) if on else series.originals(content)
+        wanted = {path: target.after if on else target.before for path, target in series.targets.items()}
+        _verify(series, writes, wanted)
     engine = None if source is None else package_state(tree, source)
     if engine in ("foreign", "modified"):
         raise _package_refusal(tree, engine)
+    package = engine in (("absent", "outdated") if on else ("current", "outdated"))
     with transaction() as steps:
+        if package and on:  # first, so that a patched vLLM never lacks what it imports
+            steps.folder(tree / PACKAGE, _with_manifest(source))
         for path, data in writes.items():
             steps.write(tree / path, data)
-        if engine in ("current", "outdated"):
+        if package and not on:  # last, for the same reason
             steps.folder(tree / PACKAGE, None)
-    changed = bool(writes) or engine in ("current", "outdated")
-    return {**check(tree, series, source), "changed": changed}
+    return {**check(tree, series, source), "changed": bool(writes) or package}
 
 
 def _verify(series: Series, results: Mapping[str, bytes], wanted: Mapping[str, str]) -> None:
