@@ -20,16 +20,12 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.support.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "test-key-1"
 # this machine's engine may not raise limits, and has no nvidia driver unless NVIDIA's hook (or a stand-in) is on its PATH
 OVERRIDE = "services:\n  prepare: {ulimits: !reset null}\n  server: {ulimits: !reset null}\n"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Project:

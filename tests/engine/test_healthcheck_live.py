@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from healthcheck import records
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEY = "a-key-of-the-test"
@@ -65,12 +65,6 @@ class Vllm:
     def engine_core(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if "EngineCor" in " ".join([child.name(), *child.cmdline()]))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager
