@@ -37,8 +37,11 @@ class Gpu:
     """One card. `index` is its CUDA ordinal after CUDA_VISIBLE_DEVICES, `nvml_index` its place in PCI order.
 
     `total_bytes` is NVML's total, `reserved_bytes` what the driver keeps of it (CUDA's own total is the difference),
-    `free_bytes` what is free now. `pcie_*_now` drops on an idle card to save power: compare `_max`.
-    `processes` counts compute processes that NVML can see (inside a container often none of the host's).
+    `free_bytes` what is free now. `pcie_gen_now` drops on an idle card to save power: compare `pcie_gen_max`, which is what
+    card and slot can do together; `pcie_gen_card` and `pcie_width_max` are what the card could do in a better slot.
+    `processes` counts compute processes that NVML can see (inside a container often none of the host's),
+    `graphics_processes` those that draw, `process_bytes` what both hold, as far as the driver tells. `display`: a monitor is
+    attached or the card draws for one. `power_limit_w` is the limit now, `power_default_w` the one it was sold with.
     """
 
     index: int
@@ -52,14 +55,59 @@ class Gpu:
     pci_bus_id: str | None = None
     pcie_gen_now: int | None = None
     pcie_gen_max: int | None = None
+    pcie_gen_card: int | None = None
     pcie_width_now: int | None = None
     pcie_width_max: int | None = None
     bar1_total_bytes: int | None = None
     power_limit_w: float | None = None
+    power_default_w: float | None = None
+    persistence: bool | None = None
+    display: bool | None = None
     mig: bool | None = None
     mig_ids: tuple[str, ...] = ()
     processes: int | None = None
+    graphics_processes: int | None = None
+    process_bytes: int | None = None
     numa_node: int | None = None
+
+    @property
+    def used_bytes(self) -> int | None:
+        """What others hold of the card now: total - the driver's reserve - free."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return None
+        return max(0, self.total_bytes - (self.reserved_bytes or 0) - self.free_bytes)
+
+    @property
+    def pcie_bytes_s(self) -> float | None:
+        """Most bytes a second, one way, that this slot gives the card: the best generation of both, the lanes it has now."""
+        return pcie_bytes_s(self.pcie_gen_max, self.pcie_width_now or self.pcie_width_max)
+
+
+# PCI-SIG: transfers a second and lane; 8b/10b up to generation 2, 128b/130b up to 5, FLITs of 242 in 256 bytes after it.
+_PCIE_LANE_BYTES_S = {
+    1: 2.5e9 * 8 / 10 / 8,
+    2: 5e9 * 8 / 10 / 8,
+    3: 8e9 * 128 / 130 / 8,
+    4: 16e9 * 128 / 130 / 8,
+    5: 32e9 * 128 / 130 / 8,
+    6: 64e9 * 242 / 256 / 8,
+}
+
+
+def pcie_bytes_s(gen: int | None, width: int | None) -> float | None:
+    """Bytes a second, one way, of a PCIe link before packet headers; None where either number is unknown."""
+    lane = _PCIE_LANE_BYTES_S.get(gen or 0)
+    return lane * width if lane and width else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumaNode:
+    """A node with its memory and CPUs. `free_bytes` counts page cache as used, as the kernel does."""
+
+    node: int
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    cpus: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +116,8 @@ class Mount:
 
     `kind` is 'nvme', 'ssd', 'hdd', 'network', 'memory', 'overlay' or 'unknown'. `rotational` is the kernel's flag as it
     stands; virtual disks set it without meaning it, which is why `kind` may be 'unknown' beside rotational=True.
+    `disks` are the whole disks under the file system, through LVM, md, LUKS, btrfs and loop files; `usb`: one of them hangs
+    on USB. `compressed`: the file system unpacks a whole extent for one row (btrfs; None where it is not told).
     """
 
     path: str
@@ -78,6 +128,9 @@ class Mount:
     read_only: bool | None = None
     rotational: bool | None = None
     device: str | None = None
+    disks: tuple[str, ...] = ()
+    usb: bool | None = None
+    compressed: bool | None = None
     total_bytes: int | None = None
     free_bytes: int | None = None
 
@@ -108,6 +161,8 @@ class Machine:
     (None: no limit).
     `memlock_bytes` is the soft RLIMIT_MEMLOCK, UNLIMITED where there is none; `ipc_lock` is the capability that
     overrides it.
+    `uvm`: whether CUDA's device node is here; NVML works without it, CUDA does not.
+    `numa` is the memory by node, () where the kernel does not tell; `Gpu.numa_node` says where a card hangs.
     `p2p[i][j]` is what the driver reports for reads and writes between gpus i and j: a claim, not a proof.
     `mounts` maps a role ('model', 'data', ...) to the mount of its path. `simulated` is the text a box was made up
     from.
@@ -135,6 +190,8 @@ class Machine:
     shm_total_bytes: int | None = None
     shm_free_bytes: int | None = None
     cpu_count: int | None = None
+    numa: tuple[NumaNode, ...] = ()
+    uvm: bool | None = None
     kernel: str | None = None
     wsl: bool = False
     container: bool = False
@@ -161,12 +218,15 @@ _NETWORK_FS = frozenset({
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "drvfs", "ceph", "glusterfs", "lustre", "beegfs", "afs", "gpfs",
     "fuse.sshfs", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.glusterfs", "fuse.ceph",
     "fuse.juicefs", "fuse.goofys", "ocfs2",
+    # a folder of the host behind a virtual machine: every read is a message to it
+    "virtiofs", "vboxsf", "fuse.vmhgfs-fuse", "prl_fs", "fuse.grpcfuse", "fakeowner",
 })
 # fmt: on
 _MEMORY_FS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 # Hypervisors leave the kernel's rotational flag at its default of 1, whatever lies below.
 _VIRTUAL_DISK_MARKS = ("virtual", "qemu", "vmware", "vbox", "msft", "xen", "google", "persistentdisk", "ec2")
 _VIRTUAL_DISK_NAMES = re.compile(r"(vd|xvd|loop|nbd|rbd|dasd)")
+_PCIE_GENERATION = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}  # GT/s as the kernel writes them
 _SLOWEST_FIRST = ("network", "hdd", "unknown", "ssd", "nvme", "memory")
 _CAP_IPC_LOCK = 14
 _CONTAINER_MARKS = re.compile(r"/(docker|kubepods|libpod|lxc|containerd|podman|crio)[-/.]")
@@ -210,6 +270,12 @@ def parse_mountinfo(text: str) -> list[_MountLine]:
             )
         )
     return mounts
+
+
+def _pci_address(pci_bus_id: str | None) -> str | None:
+    """The kernel's name of a PCI device by NVML's ('00000000:0B:00.0'), whose domain has eight digits."""
+    found = re.fullmatch(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])", (pci_bus_id or "").lower())
+    return found.group(1) if found else None
 
 
 def parse_cpu_list(text: str) -> int:
@@ -388,9 +454,49 @@ class Host:
 
     def numa_node(self, pci_bus_id: str | None) -> int | None:
         """NUMA node of a PCI device by NVML's bus id ('00000000:0B:00.0'); None where the board has but one."""
-        found = re.fullmatch(r"[0-9a-f]*([0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])", (pci_bus_id or "").lower())
-        node = self.read_number(f"/sys/bus/pci/devices/{found.group(1)}/numa_node") if found else None
+        address = _pci_address(pci_bus_id)
+        node = self.read_number(f"/sys/bus/pci/devices/{address}/numa_node") if address else None
         return None if node is None or node < 0 else node
+
+    def numa(self) -> tuple[NumaNode, ...]:
+        """The nodes that have memory, by number; () where the kernel does not tell."""
+        nodes = []
+        for folder in self.at("/sys/devices/system/node").glob("node[0-9]*"):
+            number = int(folder.name.removeprefix("node"))
+            text = self.read(f"/sys/devices/system/node/{folder.name}/meminfo") or ""
+            sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"Node \d+ (\w+):\s+(\d+) kB", text)}
+            if not sizes.get("MemTotal"):
+                continue
+            cpus = self.read(f"/sys/devices/system/node/{folder.name}/cpulist")
+            nodes.append(
+                NumaNode(
+                    node=number,
+                    total_bytes=sizes["MemTotal"],
+                    free_bytes=sizes.get("MemFree"),
+                    cpus=None if cpus is None else parse_cpu_list(cpus),
+                )
+            )
+        return tuple(sorted(nodes, key=lambda node: node.node))
+
+    def pcie_link(self, pci_bus_id: str | None) -> dict[str, int]:
+        """The kernel's own view of a card's link under `Gpu`'s names, for what NVML does not tell; {} where neither does.
+
+        `pcie_gen_max` and `pcie_width_max` are the card's: the kernel does not know what the slot could do.
+        """
+        address = _pci_address(pci_bus_id)
+        if address is None:
+            return {}
+        folder, link = f"/sys/bus/pci/devices/{address}", {}
+        for name, file in (("now", "current"), ("max", "max")):
+            width = self.read_number(f"{folder}/{file}_link_width")
+            speed = re.match(r"([0-9.]+) GT/s", self.read(f"{folder}/{file}_link_speed") or "")
+            gen = _PCIE_GENERATION.get(float(speed.group(1))) if speed else None
+            link |= {f"pcie_width_{name}": width} if width else {}
+            link |= {f"pcie_gen_{name}": gen} if gen else {}
+        return link
+
+    def uvm(self) -> bool:
+        return self.at("/dev/nvidia-uvm").exists()
 
     # -- disks
 
@@ -407,9 +513,7 @@ class Host:
                 return stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
         return None, None
 
-    def mount_of(self, path: str | Path) -> Mount | None:
-        """The mount that holds `path` (which need not exist yet), None where mountinfo does not tell."""
-        resolved = os.path.realpath(path) if self.real else str(path)
+    def _holder(self, resolved: str) -> _MountLine | None:
         holder = None
         for mount in self.mountinfo():
             # Of equal mount points the later one covers the earlier.
@@ -417,36 +521,53 @@ class Host:
                 holder is None or len(mount.mount_point) >= len(holder.mount_point)
             ):
                 holder = mount
+        return holder
+
+    def mount_of(self, path: str | Path) -> Mount | None:
+        """The mount that holds `path` (which need not exist yet), None where mountinfo does not tell."""
+        resolved = os.path.realpath(path) if self.real else str(path)
+        holder = self._holder(resolved)
         if holder is None:
             return None
-        kind, rotational, device = self._classify(holder)
+        below = self._classify(holder)
         total_bytes, free_bytes = self.capacity(resolved)
         return Mount(
             path=str(path),
             mount_point=holder.mount_point,
             fs_type=holder.fs_type,
             source=holder.source,
-            kind=kind,
+            kind=below.kind,
             read_only="ro" in holder.options or "ro" in holder.super_options,
-            rotational=rotational,
-            device=device,
+            rotational=below.rotational,
+            device=below.device,
+            disks=below.disks,
+            usb=below.usb,
+            compressed=_compressed(holder),
             total_bytes=total_bytes,
             free_bytes=free_bytes,
         )
 
-    def _classify(self, mount: _MountLine) -> tuple[str, bool | None, str | None]:
-        """(kind, rotational, device name) of a mount."""
+    def _classify(self, mount: _MountLine, depth: int = 0) -> _Below:
+        """What a mount's file system lies on."""
         if mount.fs_type in _MEMORY_FS:
-            return "memory", None, None
+            return _Below("memory")
         if mount.fs_type in _NETWORK_FS:
-            return "network", None, None
+            return _Below("network")
         if mount.fs_type in ("overlay", "aufs", "fuse.fuse-overlayfs"):
-            return "overlay", None, None
+            return _Below("overlay")
         name = self._block_name(mount)
         if name is None:
-            return "unknown", None, None
-        kind, rotational = self._block_kind(name)
-        return kind, rotational, name
+            return _Below("unknown")
+        names = self._btrfs_devices(name) if mount.fs_type == "btrfs" else [name]
+        return replace(_together([self._block(each, depth) for each in names]), device=name)
+
+    def _btrfs_devices(self, name: str) -> list[str]:
+        """All devices of the btrfs that `name` is one of: mountinfo tells only the first."""
+        for folder in self.at("/sys/fs/btrfs").glob("*/devices"):
+            devices = sorted(entry.name for entry in folder.iterdir())
+            if name in devices:
+                return devices
+        return [name]
 
     def _block_name(self, mount: _MountLine) -> str | None:
         """Kernel name of the block device under a mount.
@@ -467,13 +588,14 @@ class Host:
                 return folder.name
         return None
 
-    def _block_kind(self, name: str, depth: int = 0) -> tuple[str, bool | None]:
-        """(kind, rotational) of a block device; a stack (md, dm) is as slow as the slowest disk below it."""
+    def _block(self, name: str, depth: int = 0) -> _Below:
+        """What a block device is; a stack (md, dm, a file behind a loop device) is as slow as the slowest disk below it."""
         folder = self.at(f"/sys/class/block/{name}").resolve()
         slaves = sorted(entry.name for entry in (folder / "slaves").glob("*")) if depth < 8 else []
         if slaves:
-            parts = [self._block_kind(slave, depth + 1) for slave in slaves]
-            return min(parts, key=lambda part: _SLOWEST_FIRST.index(part[0]))
+            return _together([self._block(slave, depth + 1) for slave in slaves])
+        if name.startswith("loop") and depth < 8 and (below := self._loop(name, depth)) is not None:
+            return below
         if not (folder / "queue").is_dir():  # a partition: the disk is the folder around it
             folder = folder.parent
         try:
@@ -481,21 +603,54 @@ class Host:
         except OSError:
             rotational = None
         disk = folder.name
+        is_usb = any(part.startswith("usb") for part in folder.parts)
         if disk.startswith(("zram", "ram", "pmem")):
-            return "memory", rotational
+            return _Below("memory", rotational, disk, (disk,), is_usb)
         if disk.startswith("nvme"):
-            return "nvme", rotational
+            return _Below("nvme", rotational, disk, (disk,), is_usb)
         if rotational is None:
-            return "unknown", None
+            return _Below("unknown", None, disk, (disk,), is_usb)
         if not rotational:
-            return "ssd", False
+            return _Below("ssd", False, disk, (disk,), is_usb)
         marks = " ".join(
             (folder / "device" / part).read_text(errors="replace")
             for part in ("vendor", "model")
             if (folder / "device" / part).is_file()
         ).lower()
         virtual = _VIRTUAL_DISK_NAMES.match(disk) or any(mark in marks for mark in _VIRTUAL_DISK_MARKS)
-        return ("unknown" if virtual else "hdd"), True
+        return _Below("unknown" if virtual else "hdd", True, disk, (disk,), is_usb)
+
+    def _loop(self, name: str, depth: int) -> _Below | None:
+        """What holds the file behind a loop device; None where the kernel names no file that can be found."""
+        file = (self.read(f"/sys/class/block/{name}/loop/backing_file") or "").strip()
+        holder = self._holder(file) if file.startswith("/") else None
+        return None if holder is None else self._classify(holder, depth + 1)
+
+
+@dataclass(frozen=True)
+class _Below:
+    """What lies under a file system: kind and flag as in `Mount`, the device it sits on, the disks at the bottom."""
+
+    kind: str
+    rotational: bool | None = None
+    device: str | None = None
+    disks: tuple[str, ...] = ()
+    usb: bool | None = None
+
+
+def _together(parts: list[_Below]) -> _Below:
+    """Several devices as one: the slowest says what they are."""
+    slowest = min(parts, key=lambda part: _SLOWEST_FIRST.index(part.kind))
+    disks = tuple(dict.fromkeys(disk for part in parts for disk in part.disks))
+    return replace(slowest, disks=disks, usb=any(part.usb for part in parts))
+
+
+def _compressed(mount: _MountLine) -> bool | None:
+    """Whether new files of this mount are compressed. Only btrfs says it in its options; elsewhere None, or False where the
+    file system cannot."""
+    if mount.fs_type == "btrfs":
+        return any(option.startswith(("compress=", "compress-force")) for option in mount.super_options)
+    return False if mount.fs_type in ("ext4", "ext3", "ext2", "xfs") else None
 
 
 def _under(path: str, folder: str) -> bool:
@@ -611,13 +766,20 @@ class Nvml:
 
         # The second form tells the driver's reserve apart; drivers before R510 know only the first.
         memory = ask("nvmlDeviceGetMemoryInfo", lib.nvmlMemory_v2) or ask("nvmlDeviceGetMemoryInfo")
-        bar1, power, pci = (
-            ask("nvmlDeviceGetBAR1MemoryInfo"),
-            ask("nvmlDeviceGetEnforcedPowerLimit"),
-            ask("nvmlDeviceGetPciInfo"),
-        )
+        bar1, pci = ask("nvmlDeviceGetBAR1MemoryInfo"), ask("nvmlDeviceGetPciInfo")
+        power, sold_with = ask("nvmlDeviceGetEnforcedPowerLimit"), ask("nvmlDeviceGetPowerManagementDefaultLimit")
         mig, capability = ask("nvmlDeviceGetMigMode"), ask("nvmlDeviceGetCudaComputeCapability")
-        processes = ask("nvmlDeviceGetComputeRunningProcesses")
+        processes, drawing = (
+            ask("nvmlDeviceGetComputeRunningProcesses"),
+            ask("nvmlDeviceGetGraphicsRunningProcesses"),
+        )
+        # One process may do both and is then in both lists.
+        holding = {
+            process.pid: getattr(process, "usedGpuMemory", None) for process in [*(processes or ()), *(drawing or ())]
+        }
+        told = [int(held) for held in holding.values() if held is not None]
+        display = [ask("nvmlDeviceGetDisplayMode"), ask("nvmlDeviceGetDisplayActive")]
+        persistence = ask("nvmlDeviceGetPersistenceMode")
         mig_ids = []
         if mig and mig[0] == 1:
             for slot in range(ask("nvmlDeviceGetMaxMigDeviceCount") or 0):
@@ -636,13 +798,19 @@ class Nvml:
             pci_bus_id=_text(pci.busId) if pci else None,
             pcie_gen_now=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_gen_max=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+            pcie_gen_card=ask("nvmlDeviceGetGpuMaxPcieLinkGeneration"),
             pcie_width_now=ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_width_max=ask("nvmlDeviceGetMaxPcieLinkWidth"),
             bar1_total_bytes=int(bar1.bar1Total) if bar1 else None,
             power_limit_w=None if power is None else power / 1000,
+            power_default_w=None if sold_with is None else sold_with / 1000,
+            persistence=None if persistence is None else persistence == 1,
+            display=None if display == [None, None] else 1 in display,
             mig=None if mig is None else mig[0] == 1,
             mig_ids=tuple(mig_ids),
             processes=None if processes is None else len(processes),
+            graphics_processes=None if drawing is None else len(drawing),
+            process_bytes=sum(told) if told else None if holding or processes is None else 0,
         )
 
 
@@ -767,7 +935,7 @@ def read_machine(
     environ = os.environ if environ is None else environ
     cards = (nvml or Nvml()).facts()
     spec = environ.get("CUDA_VISIBLE_DEVICES")
-    located = tuple(replace(gpu, numa_node=host.numa_node(gpu.pci_bus_id)) for gpu in cards.gpus)
+    located = tuple(_located(host, gpu) for gpu in cards.gpus)
     gpus, note = visible_devices(spec, located)
     error, fix = cards.error, cards.fix
     if not gpus and located and error is None:
@@ -797,12 +965,20 @@ def read_machine(
         shm_total_bytes=shm_total_bytes,
         shm_free_bytes=shm_free_bytes,
         cpu_count=host.cpu_count(),
+        numa=host.numa(),
+        uvm=host.uvm() if gpus else None,
         kernel=host.kernel(),
         wsl=host.wsl(),
         container=host.container(),
         iommu=host.iommu(),
         mounts=dict(_mounts(host, paths or {})),
     )
+
+
+def _located(host: Host, gpu: Gpu) -> Gpu:
+    """A card with its NUMA node, and with the kernel's word on its link where NVML gave none."""
+    told = {name: value for name, value in host.pcie_link(gpu.pci_bus_id).items() if getattr(gpu, name) is None}
+    return replace(gpu, numa_node=host.numa_node(gpu.pci_bus_id), **told)
 
 
 def _mounts(host: Host, paths: Mapping[str, str | Path]) -> Iterator[tuple[str, Mount]]:

@@ -122,9 +122,11 @@ class Box:
         vendor: str = "",
         slaves: tuple[str, ...] = (),
         dm_name: str | None = None,
+        bus: str = "host",
+        backing_file: str | None = None,
     ) -> Box:
-        """A block device in /sys: its device folder, with links from dev/block and class/block."""
-        home = f"/sys/devices/pci0000:00/0000:00:01.1/host/block/{name}"
+        """A block device in /sys: its device folder (on `bus`), with links from dev/block and class/block."""
+        home = f"/sys/devices/pci0000:00/0000:00:01.1/{bus}/block/{name}"
         self.file(f"{home}/queue/rotational", rotational)
         if model:
             self.file(f"{home}/device/model", model + "\n")
@@ -132,6 +134,8 @@ class Box:
             self.file(f"{home}/device/vendor", vendor + "\n")
         if dm_name:
             self.file(f"{home}/dm/name", dm_name + "\n")
+        if backing_file:
+            self.file(f"{home}/loop/backing_file", backing_file + "\n")
         self.folder(f"{home}/slaves")
         for slave in slaves:
             self.file(f"{home}/slaves/{slave}", "")
@@ -140,6 +144,24 @@ class Box:
             self.folder(where)
             self.link(f"/sys/dev/block/{part_number}", where)
             self.link(f"/sys/class/block/{part}", where)
+        return self
+
+    def btrfs(self, uuid: str, *devices: str) -> Box:
+        """The kernel's list of the devices of one btrfs."""
+        for device in devices:
+            self.folder(f"/sys/fs/btrfs/{uuid}/devices/{device}")
+        return self
+
+    def numa_node(self, node: int, total: int, free: int, cpus: str) -> Box:
+        """A memory node; sizes in bytes, whole KiB."""
+        lines = [f"Node {node} MemTotal:       {total // 1024} kB", f"Node {node} MemFree:        {free // 1024} kB"]
+        self.file(f"/sys/devices/system/node/node{node}/meminfo", "\n".join(lines) + "\n")
+        return self.file(f"/sys/devices/system/node/node{node}/cpulist", cpus + "\n")
+
+    def pci(self, address: str, **files: str | int) -> Box:
+        """A PCI device's folder; `current_link_speed="8.0 GT/s PCIe"`, `numa_node=0`."""
+        for name, text in files.items():
+            self.file(f"/sys/bus/pci/devices/{address}/{name}", text if isinstance(text, int) else text + "\n")
         return self
 
     def capacity(self, path: str, total: int, free: int) -> Box:

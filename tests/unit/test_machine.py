@@ -17,10 +17,12 @@ from entrypoint.machine import (
     Gpu,
     Host,
     Machine,
+    NumaNode,
     Nvml,
     NvmlFacts,
     parse_cpu_list,
     parse_mountinfo,
+    pcie_bytes_s,
     read_machine,
     visible_devices,
 )
@@ -307,6 +309,56 @@ def test_mount_kinds(tmp_path):
     assert host.mount_of("/ssd").read_only and not model.read_only
 
 
+def test_disks_under_lvm_raid_btrfs_loop_and_usb(tmp_path):
+    """The file system says ext4; the speed is that of what lies below, however many layers down (C32)."""
+    box = Box(tmp_path)
+    box.disk("nvme0n1", "259:0", rotational=0, parts={"nvme0n1p1": "259:1"})
+    box.disk("nvme1n1", "259:2", rotational=0)
+    box.disk("sda", "8:0", rotational=1, parts={"sda1": "8:1"}, vendor="ATA", model="WDC WD80EFZX")
+    box.disk("sdb", "8:16", rotational=0, parts={"sdb1": "8:17"}, bus="usb2/2-1/host6", model="Portable SSD T7")
+    box.disk("dm-0", "253:0", rotational=0, slaves=("nvme0n1p1",), dm_name="luks")
+    box.disk("dm-1", "253:1", rotational=0, slaves=("dm-0", "nvme1n1"), dm_name="vg-models")
+    box.disk("dm-2", "253:2", rotational=1, slaves=("nvme1n1", "sda1"), dm_name="vg-spanned")
+    box.disk("md0", "9:0", rotational=0, slaves=("nvme0n1p1", "nvme1n1"))
+    box.disk("loop0", "7:0", rotational=1, backing_file="/hdd/images/models.ext4")
+    box.disk("loop1", "7:1", rotational=0, backing_file="/gone (deleted)")
+    box.mount("/hdd", "ext4", "/dev/sda1", device="8:1")
+    box.mount("/lvm", "xfs", "/dev/mapper/vg-models", device="253:1")
+    box.mount("/spanned", "ext4", "/dev/mapper/vg-spanned", device="253:2")
+    box.mount("/raid0", "ext4", "/dev/md0", device="9:0")
+    box.mount("/loop", "ext4", "/dev/loop0", device="7:0")
+    box.mount("/lost", "ext4", "/dev/loop1", device="7:1")
+    box.mount("/usb", "exfat", "/dev/sdb1", device="8:17")
+    box.mount("/btrfs", "btrfs", "/dev/nvme0n1p1", device="0:44", super_options="rw,ssd,compress=zstd:3,subvolid=5")
+    box.mount("/plain", "btrfs", "/dev/nvme1n1", device="0:45", super_options="rw,ssd,subvolid=5")
+    box.mount("/vm", "virtiofs", "models", device="0:46")
+    box.btrfs("11111111-2222-3333-4444-555555555555", "nvme0n1p1", "sda1")
+    host = box.host()
+    found = {
+        path: host.mount_of(path) for path in ["/hdd", "/lvm", "/spanned", "/raid0", "/loop", "/lost", "/usb", "/btrfs", "/plain", "/vm"]
+    }
+    assert {path: (m.kind, m.disks, m.usb, m.compressed) for path, m in found.items()} == {
+        "/hdd": ("hdd", ("sda",), False, False),
+        "/lvm": ("nvme", ("nvme0n1", "nvme1n1"), False, False),
+        "/spanned": ("hdd", ("nvme1n1", "sda"), False, False),
+        "/raid0": ("nvme", ("nvme0n1", "nvme1n1"), False, False),
+        "/loop": ("hdd", ("sda",), False, False),
+        "/lost": ("ssd", ("loop1",), False, False),
+        "/usb": ("ssd", ("sdb",), True, None),
+        "/btrfs": ("hdd", ("nvme0n1", "sda"), False, True),
+        "/plain": ("nvme", ("nvme1n1",), False, False),
+        "/vm": ("network", (), None, None),
+    }
+    assert found["/lvm"].device == "dm-1"
+
+
+def test_a_loop_file_on_its_own_mount_ends(tmp_path):
+    box = (
+        Box(tmp_path).disk("loop0", "7:0", rotational=0, backing_file="/a/file").mount("/a", "ext4", "x", device="7:0")
+    )
+    assert box.host().mount_of("/a").kind == "ssd"
+
+
 def test_a_later_mount_covers_an_earlier_one(tmp_path):
     box = Box(tmp_path).mount("/data", "ext4", "/dev/x", device="8:99").mount("/data", "tmpfs", "tmpfs")
     assert box.host().mount_of("/data/table").kind == "memory"
@@ -430,6 +482,68 @@ def test_numa_node_by_bus_id(tmp_path):
     assert [gpu.numa_node for gpu in read_machine(box.host(), three_cards(), {}).gpus] == [1, None, None]
 
 
+def test_memory_by_node(tmp_path):
+    box = Box(tmp_path).numa_node(1, 64 * GIB, 3 * GIB, "16-31,48").numa_node(0, 32 * GIB, 30 * GIB, "0-15")
+    box.numa_node(2, 0, 0, "")  # CPUs, or an accelerator's node, without memory
+    assert read_machine(box.host(), FakeNvml(), {}).numa == (
+        NumaNode(node=0, total_bytes=34_359_738_368, free_bytes=32_212_254_720, cpus=16),
+        NumaNode(node=1, total_bytes=68_719_476_736, free_bytes=3_221_225_472, cpus=17),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gen", "width", "expected"),
+    [
+        (1, 1, 250_000_000),
+        (3, 1, 984_615_384),
+        (3, 16, 15_753_846_153),
+        (4, 4, 7_876_923_076),
+        (4, 16, 31_507_692_307),
+        (5, 16, 63_015_384_615),
+        (9, 16, None),
+        (None, 16, None),
+        (4, None, None),
+    ],
+)
+def test_bytes_a_second_of_a_link(gen, width, expected):
+    found = pcie_bytes_s(gen, width)
+    assert (found and int(found)) == expected
+
+
+def test_a_riser_is_the_lanes_now_an_idle_link_is_not(tmp_path):
+    riser = dataclasses.replace(
+        RTX_3090, pcie_gen_now=1, pcie_gen_max=3, pcie_gen_card=4, pcie_width_now=1, pcie_width_max=16
+    )
+    assert round(riser.pcie_bytes_s / 1e6) == 985
+
+
+def test_the_kernel_tells_a_link_that_nvml_does_not(tmp_path):
+    link = {
+        "current_link_width": 4,
+        "max_link_width": 16,
+        "current_link_speed": "2.5 GT/s PCIe",
+        "max_link_speed": "16.0 GT/s PCIe",
+    }
+    box = (
+        Box(tmp_path)
+        .pci("0000:0b:00.0", **link)
+        .pci("0000:41:00.0", current_link_speed="Unknown", current_link_width=0)
+    )
+    first, second, _ = read_machine(box.host(), three_cards(), {}).gpus
+    assert (first.pcie_gen_now, first.pcie_gen_max, first.pcie_width_now, first.pcie_width_max) == (1, 4, 4, 16)
+    assert (second.pcie_gen_now, second.pcie_width_now) == (None, None)
+    told = FakeNvml([dataclasses.replace(RTX_3090, pci_bus_id="00000000:0B:00.0", pcie_gen_max=3, pcie_width_now=8)])
+    (card,) = read_machine(box.host(), told, {}).gpus
+    assert (card.pcie_gen_max, card.pcie_width_now, card.pcie_width_max) == (3, 8, 16)
+
+
+def test_uvm_is_a_node_of_its_own(tmp_path):
+    box = Box(tmp_path)
+    assert read_machine(box.host(), three_cards(), {}).uvm is False
+    assert read_machine(box.file("/dev/nvidia-uvm", "").host(), three_cards(), {}).uvm is True
+    assert read_machine(box.host(), FakeNvml(), {}).uvm is None
+
+
 # --- NVML's answers ---------------------------------------------------------------------------------------------------
 
 
@@ -487,12 +601,18 @@ WORKING = {
     "nvmlDeviceGetMemoryInfo": memory,
     "nvmlDeviceGetBAR1MemoryInfo": Fields(bar1Total=268_435_456),
     "nvmlDeviceGetEnforcedPowerLimit": 280_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": 350_000,
+    "nvmlDeviceGetPersistenceMode": 0,
+    "nvmlDeviceGetDisplayMode": 1,
+    "nvmlDeviceGetDisplayActive": 0,
     "nvmlDeviceGetPciInfo": lambda handle: Fields(busId=f"00000000:0{handle[-1]}:00.0"),
     "nvmlDeviceGetCurrPcieLinkGeneration": 1,
-    "nvmlDeviceGetMaxPcieLinkGeneration": 4,
+    "nvmlDeviceGetMaxPcieLinkGeneration": 3,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
     "nvmlDeviceGetCurrPcieLinkWidth": 8,
     "nvmlDeviceGetMaxPcieLinkWidth": 16,
-    "nvmlDeviceGetComputeRunningProcesses": [Fields(pid=1)],
+    "nvmlDeviceGetComputeRunningProcesses": [Fields(pid=1, usedGpuMemory=700), Fields(pid=2, usedGpuMemory=None)],
+    "nvmlDeviceGetGraphicsRunningProcesses": [Fields(pid=1, usedGpuMemory=700), Fields(pid=3, usedGpuMemory=55)],
     "nvmlDeviceGetP2PStatus": lambda one, other, index: 0 if index == 0 else 4,
 }
 
@@ -513,14 +633,30 @@ def test_nvml_answers_become_a_card():
         reserved_bytes=331_350_016,
         pci_bus_id="00000000:01:00.0",
         pcie_gen_now=1,
-        pcie_gen_max=4,
+        pcie_gen_max=3,
+        pcie_gen_card=4,
         pcie_width_now=8,
         pcie_width_max=16,
         bar1_total_bytes=268_435_456,
         power_limit_w=280.0,
+        power_default_w=350.0,
+        persistence=False,
+        display=True,
         mig=None,
-        processes=1,
+        processes=2,
+        graphics_processes=2,
+        process_bytes=755,
     )
+    assert facts.gpus[1].used_bytes == 25_769_803_776 - 331_350_016 - 25_000_000_000
+
+
+def test_processes_whose_memory_is_hidden_are_not_none_and_not_zero():
+    hidden = {**WORKING, "nvmlDeviceGetComputeRunningProcesses": [Fields(pid=1, usedGpuMemory=None)]}
+    hidden["nvmlDeviceGetGraphicsRunningProcesses"] = Library.Fails(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    card = Nvml(Library(**hidden)).facts().gpus[0]
+    assert (card.processes, card.graphics_processes, card.process_bytes) == (1, None, None)
+    idle = Nvml(Library(**{**hidden, "nvmlDeviceGetComputeRunningProcesses": []})).facts().gpus[0]
+    assert (idle.processes, idle.process_bytes) == (0, 0)
 
 
 def test_nvml_of_an_old_driver_has_no_reserve():
