@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entrypoint.box_file import from_dict
 from entrypoint.errors import Exit, Refusal
 from entrypoint.machine import Machine
 from entrypoint.simulate import DISKS, boards, find_board, simulate
@@ -115,6 +117,77 @@ def test_cards_in_the_order_given(spec, expected):
     assert (machine.simulated, machine.cuda_order, machine.gpu_error) == (spec, "PCI_BUS_ID", None)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "3x3090",
+        "3 x RTX 3090",
+        "3x rtx3090",
+        "3X NVIDIA GeForce RTX 3090",
+        "3*geforce rtx 3090",
+        "3090x3",
+        "rtx3090 x 3",
+        "RTX-3090 × 3",
+        "3 3090",
+        "3 RTX 3090",
+        "3x3090s",
+        "3090+3090+3090",
+        "2x3090 and 3090",
+        "3090, 3090, 3090",
+        "3x3090 24GB",
+        "3x RTX 3090 (24 GiB)",
+        "1x3090+2x rtx_3090",
+    ],
+)
+def test_one_box_in_many_spellings(spec):
+    assert names(simulate(spec)) == ["RTX 3090"] * 3
+    assert simulate(spec).gpus == simulate("3x3090").gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("3090ti", "NVIDIA GeForce RTX 3090 Ti"),
+        ("RTX 3090TI", "NVIDIA GeForce RTX 3090 Ti"),
+        ("4080super", "NVIDIA GeForce RTX 4080 SUPER"),
+        ("rtxa6000", "NVIDIA RTX A6000"),
+        ("RTX6000Ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("rtx pro6000", "NVIDIA RTX PRO 6000 Blackwell"),
+        ("RTX PRO 6000 96GB", "NVIDIA RTX PRO 6000 Blackwell"),
+        ("PRO 5000 72GB", "NVIDIA RTX PRO 5000 72GB Blackwell"),
+        ("PRO 5000 48GB", "NVIDIA RTX PRO 5000 Blackwell"),
+        ("4090 48GB", "NVIDIA GeForce RTX 4090 48GB"),
+        ("4090d", "NVIDIA GeForce RTX 4090 D"),
+        ("A40 48GB", "NVIDIA A40"),
+        ("Tesla P40", "Tesla P40"),
+        ("v100 32GB", "Tesla V100-PCIE-32GB"),
+        ("a100", "NVIDIA A100-PCIE-40GB"),
+    ],
+)
+def test_one_card_by_what_people_call_it(text, name):
+    assert [gpu.name for gpu in simulate(text).gpus] == [name]
+
+
+def test_sizes_alone_are_cards():
+    """24+24+16, as people write a mixed box."""
+    assert [gpu.total_bytes // GIB for gpu in simulate("24+24+16").gpus] == [24, 24, 16]
+    assert names(simulate("2x24+16@8.6")) == ["card of 24GB", "card of 24GB", "card of 16GB"]
+    assert simulate("16@8.6").gpus[0].compute_capability == (8, 6)
+
+
+@pytest.mark.parametrize(("spec", "words"), [("3090 12GB", "has 24 GiB, not 12"), ("A40 24GB", "has 45 GiB, not 24")])
+def test_a_size_that_the_card_does_not_have_is_refused(spec, words):
+    with pytest.raises(Refusal, match=words) as refusal:
+        simulate(spec)
+    assert refusal.value.code == Exit.USAGE
+
+
+@pytest.mark.parametrize("spec", ["3x RX 7900 XTX", "radeon pro w7900", "2x MI300X", "Intel Arc B580", "M3 Ultra"])
+def test_cards_of_other_makers_are_called_that(spec):
+    with pytest.raises(Refusal, match="is not an NVIDIA card"):
+        simulate(spec)
+
+
 def test_a_3090_to_the_byte():
     """Total: nvidia-smi's 24576MiB. Free: CUDA's own total as PyTorch prints it, 23.69 GiB, rounded down."""
     card = simulate("3x3090").gpus[2]
@@ -219,6 +292,108 @@ def test_an_unknown_disk_is_refused_with_the_known_ones():
     assert all(word in refusal.value.fix for word in DISKS)
 
 
+# --- boxes in files ---------------------------------------------------------------------------------------------------
+
+BOX = """
+cards:
+  - 2x3090
+  - {card: "4090", free_bytes: 20GiB, pcie_gen_max: 3, pcie_width_now: 4, display: true, processes: 2}
+ram: 125GiB
+cgroup: 96GiB
+disk: nfs
+wsl: true
+driver_version: 580.95.05
+driver_cuda_version: "13.0"
+memlock_bytes: 8MiB
+shm_total_bytes: 67108864
+numa: [{node: 0, total_bytes: 64GiB, free_bytes: 60GiB, cpus: 16}]
+"""
+
+
+def test_a_box_in_a_file(tmp_path):
+    file = tmp_path / "box.yaml"
+    file.write_text(BOX)
+    for box in (simulate(str(file)), simulate(f"@{file}")):
+        assert names(box) == ["RTX 3090", "RTX 3090", "RTX 4090"]
+        assert [gpu.index for gpu in box.gpus] == [gpu.nvml_index for gpu in box.gpus] == [0, 1, 2]
+        last = box.gpus[2]
+        assert (last.free_bytes, last.display, last.processes) == (20 * GIB, True, 2)
+        assert round(last.pcie_bytes_s / 1e6) == 3938
+        assert (box.mem_available_bytes, box.ram_available_bytes) == (123 * GIB, 96 * GIB)
+        assert (box.memlock_bytes, box.shm_total_bytes, box.wsl) == (8 * MIB, 64 * MIB, True)
+        assert (box.driver_version, box.driver_cuda_version) == ("580.95.05", (13, 0))
+        assert box.mounts["model"].kind == "network"
+        assert box.numa[0].free_bytes == 60 * GIB
+    over = simulate(str(file), ram="60GiB", disk="nvme")
+    assert (over.ram_available_bytes, over.mounts["data"].kind) == (58 * GIB, "nvme")
+
+
+def test_the_facts_of_any_box_read_back(tmp_path):
+    """What doctor's report writes can be planned again, as the very same facts."""
+    from entrypoint.machine import read_machine
+
+    for box in (simulate("2x3090+1x4090", ram="64G", disk="hdd"), read_machine(paths={"model": tmp_path, "data": "/"})):
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps({"schema": 1, "machine": dataclasses.asdict(box)}))
+        again = simulate(str(file))
+        assert dataclasses.replace(again, simulated=box.simulated) == box
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "one mapping"),
+        ("cards: 3x3090\ncolour: red", "'colour' is no fact of a machine"),
+        ("cards: [{card: '3090', colour: red}]", "'colour' is no fact of a gpu"),
+        ("cards: [{card: 3x3090}]", "names one card"),
+        ("cards: [{card: '3090', count: 0}]", "from 1 to 64"),
+        ("cards: [{card: '3090', count: 65}]", "from 1 to 64"),
+        ("cards: [[3090]]", "not a text or a mapping"),
+        ("cards: 3x3090\nram: [1]", "ram is a list"),
+        ("cards: 3x3090\nram: lots", "is not a size"),
+        ("cards: 3x3090\nwsl: perhaps", "neither true nor false"),
+        ("cards: 3x3090\nmemlock_bytes: some", "is not a size"),
+        ("cards: 3x3090\ndriver_version: [580]", "driver_version is a list"),
+        ("cards: 3x3090\ndriver_cuda_version: thirteen", "is not a version"),
+        ("cards: 3x3090\nmounts: {model: nvme}", "mounts is not a mapping"),
+        ("cards: 3x3090\nmounts: {model: {kind: nvme}}", "a mount lacks path"),
+        ("cards: 3x3090\nwsl: null\ncontainer: null", "container is empty"),
+        ("cards: {", "neither JSON nor YAML"),
+        ("\x00", "neither JSON nor YAML"),
+    ],
+)
+def test_a_file_that_is_no_box_is_refused_by_its_key(tmp_path, text, words):
+    file = tmp_path / "box.yaml"
+    file.write_text(text)
+    with pytest.raises(Refusal) as refusal:
+        simulate(str(file))
+    assert words in refusal.value.message and refusal.value.code == Exit.USAGE
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    for name in ("@nowhere", "nowhere.json"):
+        with pytest.raises(Refusal, match="cannot be read"):
+            simulate(name)
+    (tmp_path / "box.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(Refusal, match="is not text"):
+        simulate(str(tmp_path / "box.json"))
+
+
+KEYS = st.sampled_from(["cards", "gpus", "ram", "cgroup", "disk", "wsl", "mounts", "numa", "p2p", "memlock_bytes", "x"])
+PLAIN = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(["3x3090", "24G"])
+)
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner))
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=5))
+def test_any_mapping_is_a_box_or_a_refusal(document):
+    try:
+        assert isinstance(from_dict(document), Machine)
+    except Refusal as refusal:
+        assert refusal.code == Exit.USAGE
+
+
 # --- catalogue --------------------------------------------------------------------------------------------------------
 
 
@@ -227,8 +402,9 @@ def test_the_catalogue_is_consistent():
     assert len(seen) == len(set(seen))
     for board in boards():
         assert board.total_bytes % MIB == 0 and 0 < board.reserved_bytes < 0.02 * board.total_bytes, board
-        assert 2e11 < board.bandwidth_bytes_s < 2e12, board
+        assert 2e11 < board.bandwidth_bytes_s < 5e12, board
         assert board.pcie_gen in (3, 4, 5) and board.pcie_width in (8, 16), board
+        assert board.compute_capability in {(6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)}, board
         assert find_board(board.name) == find_board(board.aliases[0]) == board
     sizes = {round(board.total_bytes / GIB / 4) * 4 for board in boards()}
     assert sizes >= {16, 20, 24, 32, 48, 96}
@@ -246,9 +422,13 @@ def test_the_catalogue_is_consistent():
         ("NVIDIA GeForce RTX 4090", 49_140, "NVIDIA GeForce RTX 4090 48GB"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "NVIDIA RTX PRO 6000 Blackwell"),
         ("NVIDIA RTX 6000 Ada Generation", 49_140, "NVIDIA RTX 6000 Ada Generation"),
-        ("Quadro RTX 6000", 24_576, None),
+        ("Quadro RTX 6000", 24_576, "Quadro RTX 6000"),
+        ("Tesla P40", 24_576, "Tesla P40"),
+        ("NVIDIA A100-SXM4-80GB", 81_920, "NVIDIA A100-SXM4-80GB"),
+        ("NVIDIA L40", 46_068, "NVIDIA L40"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16_376, None),
-        ("NVIDIA H200", 143_771, None),
+        ("NVIDIA H200", 143_771, "NVIDIA H200"),
+        ("NVIDIA B200", 183_359, None),
     ],
 )
 def test_a_real_card_finds_its_row(nvml_name, total_mib, expected):
