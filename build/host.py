@@ -325,6 +325,16 @@ def _json(text: str) -> dict[str, Any]:
 # --- down, logs, status ---
 
 
+def _startup(state: dict[str, Any]) -> str | None:
+    """How the engine's start-up report compares with the plan, in words; None before it is known."""
+    found = state.get("startup")
+    if not found:
+        return None
+    if found["agrees"]:
+        return f"as planned: {found['compared']} figures"
+    return "WARN not as planned: " + ("; ".join(found["deviations"]) or "the engine said no figure of the plan")
+
+
 def _local() -> dict[str, Any] | None:
     """The state of a run without Docker that is alive, else None."""
     state = _json(_text(LOCAL / "state.json"))
@@ -390,6 +400,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
                 "phase": state["label"],
                 "health": health.get("status"),
                 "detail": health.get("detail"),
+                "startup": _startup(state),
             }
         )
     else:
@@ -410,6 +421,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
                     "health": (s.get("Health") or {}).get("Status"),
                     "detail": words or phase.get("reason"),
                     "repaired": "; ".join(f"repaired: {r}" for r in phase.get("repaired") or []) or None,
+                    "startup": _startup(phase),
                 }
             )
     good = any(r["health"] in {"healthy", "busy"} for r in rows)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,11 @@ from .units import GIB
 SCHEMA = 1
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PERCENT = re.compile(r"(?:Loading safetensors checkpoint shards|Capturing CUDA graphs[^:]*):\s+(\d{1,3})%")
+
+
+def plain(line: str) -> str:
+    """`line` without terminal colours."""
+    return _ANSI.sub("", line)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Follower:
 
     def feed(self, line: str) -> tuple[str | None, float | None]:
         """(new phase or None, progress 0..1 or None) after `line`."""
-        line = _ANSI.sub("", line)
+        line = plain(line)
         progress = None
         if found := _PERCENT.search(line):
             progress = min(100, int(found[1])) / 100
@@ -101,7 +107,7 @@ def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
 
     A refusal of the engine-side package comes first and in its own words.
     """
-    text = [_ANSI.sub("", line.rstrip("\r\n")) for line in lines]
+    text = [plain(line.rstrip("\r\n")) for line in lines]
     whole = "\n".join(text)
     out = []
     if found := _OWN_REFUSAL.search(whole):
@@ -118,7 +124,8 @@ def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
 class State:
     """The content of state.json. Times are Unix seconds; `deadline_s` is when the phase counts as stuck.
 
-    `repaired` says in words which small files of the checkpoint are served from a corrected copy.
+    `repaired` says in words which small files of the checkpoint are served from a corrected copy; `startup` how the engine's own
+    start-up report compares with the plan (startup.Verdict.as_dict), None until it serves.
     """
 
     phase: str
@@ -134,6 +141,7 @@ class State:
     exit_code: int | None = None
     reason: str | None = None
     repaired: list[str] = field(default_factory=list)
+    startup: dict[str, Any] | None = None
     schema: int = SCHEMA
 
 
@@ -151,23 +159,25 @@ def write_json(path: Path, value: Any) -> None:
 
 
 class StateFile:
-    """state.json of one run. Writing never raises: a run must not die of a full tmpfs."""
+    """state.json of one run, written by any thread. Writing never raises: a run must not die of a full tmpfs."""
 
     def __init__(self, folder: Path, host: str, port: int):
         self.path = folder / "state.json"
+        self._lock = threading.Lock()
         now = time.time()
         self.state = State("planning", phase_named("planning").label, now, now, pid=os.getpid(), host=host, port=port)
 
     def update(self, phase: str | None = None, **changes: Any) -> None:
         """Enter `phase` (its clock starts anew) or change fields of the present one, then write the file."""
-        if phase is not None and phase != self.state.phase:
-            known = {p.phase: p.label for p in phases()}
-            self.state.phase = phase
-            self.state.label = known.get(phase, phase)
-            self.state.since_s = time.time()
-            self.state.progress = None
-            self.state.deadline_s = None
-        for key, value in changes.items():
-            setattr(self.state, key, value)
-        with contextlib.suppress(OSError):
-            write_json(self.path, asdict(self.state))
+        with self._lock:
+            if phase is not None and phase != self.state.phase:
+                known = {p.phase: p.label for p in phases()}
+                self.state.phase = phase
+                self.state.label = known.get(phase, phase)
+                self.state.since_s = time.time()
+                self.state.progress = None
+                self.state.deadline_s = None
+            for key, value in changes.items():
+                setattr(self.state, key, value)
+            with contextlib.suppress(OSError):
+                write_json(self.path, asdict(self.state))

@@ -201,6 +201,7 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
             weight_bytes=weight_bytes,
             drain_s=wishes.value("drain"),
             phase_limit_s=wishes.value("boot_timeout"),
+            plan=made,
         ).run()
     except Refusal as e:
         state.update("failed", exit_code=int(e.code), reason=e.message, pid=None)

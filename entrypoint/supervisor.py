@@ -7,6 +7,8 @@ Order of the rules, each turn of the loop
 3. a boot phase over its limit: killed, 6, and the phase is named.
 4. serving, and the healthcheck has said `hung` for `HUNG_GRACE_S`: killed, 7. Docker restarts what exits, not what is unhealthy.
 
+When the engine serves, its own start-up report (log and /metrics) is compared with the plan, once: startup.py. That never ends a run.
+
 As PID 1 it also reaps the orphans that a dying engine leaves. Log lines pass through unchanged and unbuffered.
 """
 
@@ -19,17 +21,21 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from . import boot
+from . import boot, startup
 from .boot import Follower, StateFile
 from .errors import Exit, Refusal
+from .plan import Plan
 
 STOP_MARGIN_S = 2.0
 HUNG_GRACE_S = 60.0
 TAIL_LINES = 400
 _TURN_S = 0.1
+_METRICS_LIMIT_S = 10.0
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}
 
 
 class Supervisor:
@@ -44,6 +50,7 @@ class Supervisor:
         weight_bytes: int = 0,
         drain_s: float = 5.0,
         phase_limit_s: float | None = None,
+        plan: Plan | None = None,
         out=None,
     ):
         self.argv, self.env, self.state = list(argv), dict(env), state
@@ -51,6 +58,7 @@ class Supervisor:
         self.out = out or sys.stdout.buffer
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.follower = Follower()
+        self.plan, self.report = plan, startup.Report()
         self.served = False
         self._signals = 0
         self._stop_at: float | None = None
@@ -110,6 +118,26 @@ class Supervisor:
                 self.served = phase == "serving"
             if progress is not None:
                 self.state.update(progress=progress)
+            if self.plan is not None:
+                self.report.feed(line)
+                if self.served:
+                    threading.Thread(target=self._compare, args=(self.plan,), daemon=True).start()
+
+    def _compare(self, plan: Plan) -> None:
+        """Tell how the start-up report compares with the plan. /metrics has what no line of the log says; without it the rest counts."""
+        state = self.state.state
+        host = _ANY_HOST.get(state.host, f"[{state.host}]" if ":" in state.host else state.host)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with direct.open(f"http://{host}:{state.port}/metrics", timeout=_METRICS_LIMIT_S) as answer:
+                for line in answer.read().decode("utf-8", "replace").splitlines():
+                    self.report.feed(line)
+        except (OSError, ValueError):
+            pass
+        verdict = startup.compare(plan, self.report)
+        self.state.update(startup=verdict.as_dict())
+        for line in verdict.lines():
+            self._say(line)
 
     def _enter(self, phase: str) -> None:
         limit = boot.phase_named(phase).longest_s(self.weight_bytes, self.phase_limit_s)

@@ -164,6 +164,7 @@ def test_health_state_and_user(running, engine):
     code, out = container.exec_run(["cat", "/run/flashnext/state.json"])
     state = json.loads(out)
     assert code == 0 and (state["phase"], state["model"]) == ("serving", "demo")
+    assert state["startup"] == {"agrees": True, "compared": 2, "deviations": [], "not_said": []}
     code, out = container.exec_run(["flashnext-health", "--json"])
     assert code == 0 and json.loads(out)["status"] == "healthy"
     assert container.exec_run(["id", "-u"])[1].strip() == b"10001"

@@ -89,7 +89,8 @@ def test_up_and_down_without_docker():
         assert up.returncode == 0, up.stderr + up.stdout
         assert "with Docker you would get" in up.stderr
         assert ask(up.stdout)["usage"]["completion_tokens"] >= 1
-        assert launcher("status", env=env).returncode == 0
+        status = launcher("status", env=env)
+        assert status.returncode == 0 and "as planned: 2 figures" in status.stdout
         twice = launcher("up", env=env)
         assert twice.returncode == 2 and "running already" in twice.stderr
     finally:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -156,6 +157,57 @@ def test_other_health_does_not_end_it(tmp_path, health):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert ended(process)[0] == 0
+
+
+ENGINE_WITH_METRICS = """
+import http.server, sys, time
+blocks, port = sys.argv[1:]
+class Metrics(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/metrics" else 404); self.end_headers()
+        self.wfile.write(f'vllm:cache_config_info{{block_size="12160",num_gpu_blocks="{blocks}"}} 1.0'.encode())
+    def log_message(self, *a): pass
+server = http.server.HTTPServer(("127.0.0.1", int(port)), Metrics) if blocks != "none" else None
+print("(EngineCore pid=9) GPU KV cache size: 1,245,184 tokens, Maximum concurrency for 262,144 tokens per request: 4.75x")
+print("INFO:     Application startup complete.")
+server.serve_forever() if server else time.sleep(60)
+"""
+RUN_PLANNED = """
+import sys
+from pathlib import Path
+from entrypoint.boot import StateFile
+from entrypoint.supervisor import Supervisor
+from tests.unit.test_startup import CARDS
+folder = Path(sys.argv[1])
+state = StateFile(folder, "0.0.0.0", int(sys.argv[4]))
+argv = [sys.executable, "-uc", *sys.argv[2:]]
+sys.exit(Supervisor(argv, {}, state, drain_s=1, plan=CARDS).run())
+"""
+
+
+@pytest.mark.parametrize(
+    "blocks, words", [("171", "171, 171 planned"), ("146", "blocks 146, 171 planned"), ("none", "K/V")]
+)
+def test_the_start_up_report_is_compared_once_it_serves(tmp_path, blocks, words):
+    """`blocks` none: nothing answers /metrics, and what the log said is compared alone."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    argv = [sys.executable, "-c", RUN_PLANNED, str(tmp_path), ENGINE_WITH_METRICS, blocks, str(port)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "http_proxy": "http://127.0.0.1:9"}
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 20
+    while not state(tmp_path).get("startup"):
+        assert time.monotonic() < end, state(tmp_path)
+        time.sleep(0.05)
+    found = state(tmp_path)["startup"]
+    process.send_signal(signal.SIGTERM)
+    _, _, err = ended(process)
+    told = [line for line in err.splitlines() if "start-up" in line]
+    assert len(told) == 1 and words in told[0] and told[0].startswith("flashnext: ")
+    assert found["agrees"] == (blocks != "146") == ("WARN" not in told[0])
+    assert found["compared"] == (2 if blocks == "none" else 4)
+    assert "weights of rank 0 not said, 21.11 GiB planned" in found["not_said"]
 
 
 def test_output_passes_through_unchanged(tmp_path):
