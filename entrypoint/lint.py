@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .architecture import FUSED, QUANTIZABLE, Part, is_target, parts
-from .checkpoint import Checkpoint, Tensors, category_of, read_json
+from .checkpoint import Checkpoint, Tensors, category_of, read_json, without_gc
 from .errors import Exit, Refusal
 from .plan import published_sampling
 from .units import format_gib
@@ -216,30 +217,30 @@ def _ends(part: Part, unusual: bool) -> tuple[str, ...]:
 
 def _stored(part: Part, tensors: Tensors, unusual: bool, found: Findings) -> tuple[list[Stored], int]:
     """(`part` as it is stored, one entry a form; number of tensors that it takes), with findings for what is wrong."""
-    ends = _ends(part, unusual)
-    known: dict[tuple, tuple[Form | _Wrong | None, int]] = {}
-    by_form: dict[Form, list[str]] = {}
-    taken, names = 0, part.names()
+    names = part.names()
     # A column for each end, not a row for each name: a quarter of a million lookups, and nothing else, take the time.
-    for name, *rest in zip(names, *[tensors.specs(names, end) for end in ends], strict=True):
-        specs = tuple(rest)
-        hit = known.get(specs)
-        if hit is None:
-            form: Form | _Wrong | None
-            try:
-                optional = part.kind == "optional" and specs == (None,)
-                form = None if optional else _form(part, specs + (None,) * (len(_PACKED) - len(specs)))
-            except _Wrong as wrong:
-                form = wrong
-            hit = known[specs] = form, len(specs) - specs.count(None)
-        form, count = hit
-        taken += count
-        if isinstance(form, Form):
-            by_form.setdefault(form, []).append(name)
-        elif form is not None:
-            check, what, fix = form.args
-            found.weight(check, what, name, fix)
-    return [Stored(part=part, form=form, names=tuple(names)) for form, names in by_form.items()], taken
+    rows = list(zip(*[tensors.specs(names, end) for end in _ends(part, unusual)], strict=True))
+    counts = Counter(rows)
+    forms: dict[tuple[Spec | None, ...], Form | _Wrong | None] = {}
+    for specs in counts:
+        try:
+            optional = part.kind == "optional" and specs == (None,)
+            forms[specs] = None if optional else _form(part, specs + (None,) * (len(_PACKED) - len(specs)))
+        except _Wrong as wrong:
+            forms[specs] = wrong
+    by_form: dict[Form, list[str]] = {}
+    if len(forms) == 1 and isinstance(form := forms[rows[0]], Form):
+        by_form[form] = names
+    else:
+        for name, specs in zip(names, rows, strict=True):
+            form = forms[specs]
+            if isinstance(form, Form):
+                by_form.setdefault(form, []).append(name)
+            elif form is not None:
+                check, what, fix = form.args
+                found.weight(check, what, name, fix)
+    taken = sum(count * (len(specs) - specs.count(None)) for specs, count in counts.items())
+    return [Stored(part=part, form=form, names=tuple(of)) for form, of in by_form.items()], taken
 
 
 # --- what the engine takes a weight for -------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ def weights_of(checkpoint: Checkpoint, found: Findings) -> list[Stored]:
     """Every weight of the architecture that can be read, with findings for those that cannot, and for what is left."""
     tensors, out, taken = checkpoint.tensors, [], 0
     every = tuple(parts(checkpoint.text, prefix_of(tensors)))
-    unusual = any(name.endswith(_PACKED[4:]) for name in tensors)
+    unusual = any(map(methodcaller("endswith", _PACKED[4:]), tensors))
     for part in every:
         stored, count = _stored(part, tensors, unusual, found)
         out += stored
@@ -576,16 +577,17 @@ def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mappi
     """All findings on a checkpoint whose headers were read. Raises Refusal (code 4) where config.json lacks a number."""
     begun = time.monotonic()
     found = Findings()
-    _check_small_files(checkpoint, found)
     rows: tuple[Row, ...] = ()
-    if is_target(checkpoint.model_type, checkpoint.architectures):
-        stored = weights_of(checkpoint, found)
-        _check_layout(stored, found)
-        said = _check_groups(stored, checkpoint, found)
-        _check_fused(stored, prefix_of(checkpoint.tensors), checkpoint.text.need("num_hidden_layers"), found)
-        rows = _rows(stored, said)
-        if deep:
-            _check_weight_shapes(checkpoint, stored, found)
+    with without_gc():
+        _check_small_files(checkpoint, found)
+        if is_target(checkpoint.model_type, checkpoint.architectures):
+            stored = weights_of(checkpoint, found)
+            _check_layout(stored, found)
+            said = _check_groups(stored, checkpoint, found)
+            _check_fused(stored, prefix_of(checkpoint.tensors), checkpoint.text.need("num_hidden_layers"), found)
+            rows = _rows(stored, said)
+            if deep:
+                _check_weight_shapes(checkpoint, stored, found)
     hashes = deep(checkpoint, found) if deep else {}
     for name in checkpoint.unlisted:
         found.weight(

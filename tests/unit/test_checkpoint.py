@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from entrypoint import checkpoint as checkpoint_
 from entrypoint.checkpoint import (
     DENSE,
     INDEX_NAME,
@@ -522,6 +523,50 @@ def test_every_cut_of_a_good_file_is_found(tmp_path):
     assert len(read_header(path)[1]) == 2
 
 
+A, B = (f'"{name}":{{"dtype":"F32","shape":[2],"data_offsets":[{at},{at + 8}]}}' for name, at in (("a", 0), ("b", 8)))
+
+
+@pytest.mark.parametrize(
+    ("text", "at_once"),
+    [
+        (f"{{{A},{B}}}", True),
+        (f"{{{A},{B}}}  ", True),
+        (f'{{"__metadata__":{{"format":"pt"}},{A},{B}}}', True),
+        (f'{{"__metadata__":{{}},{A},{B}}}', True),
+        (f'{{"__metadata__":{{"format":pt}},{A},{B}}}', False),
+        (f'{{{A},"__metadata__":{{"format":"pt"}},{B}}}', False),
+        (f"{{{A},{B}}}".replace(":", ": "), False),
+        (f"{{{B},{A}}}", False),
+        (f"{{{A}{B}}}", False),
+        (f"{{{A},{B},}}", False),
+        (f"{{{A},{B}", False),
+        (f"{{{A}}}{B}}}", False),
+        (f"{{{A},,{B}}}", False),
+        (f"{{,{A},{B}}}", False),
+        (f"{{{A},{B}}}}}", False),
+        (f"{{{A},{B.replace('b', 'a')}}}", False),
+        (f"{{{A},{B.replace('b', '__metadata__')}}}", False),
+        (f"{{{A},{B.replace('b', chr(9))}}}", False),
+        (f"{{{A},{B.replace('b', 'é')}}}", False),
+        (f"{{{A},{B.replace('b', chr(92) + 'n')}}}", False),
+        (f"{{{A},{B.replace('[8', '[08')}}}", False),
+        (f"{{{A},{B.replace('[2]', '[02]')}}}", False),
+        (f"{{{A},{B.replace('[2]', '[2.0]')}}}", False),
+        (f"{{{A},{B.replace('[2]', '[1,2]')}}}", True),
+        (f"{{{A},{B.replace('[2]', '[true,2]')}}}", False),
+        (f"{{{A},{B.replace('F32', 'F33')}}}", False),
+        (f"{{{A},{B.replace('[2]', '2')}}}", False),
+    ],
+)
+def test_a_header_is_read_alike_at_once_and_entry_by_entry(tmp_path, text, at_once):
+    content = text.encode()
+    path = write_raw(tmp_path / "m.safetensors", content, 16)
+    start = 8 + len(content)
+    assert (checkpoint_._whole_at_once(content, path.name, start, start + 16) is not None) is at_once
+    assert checkpoint_._whole_at_once(content, path.name, start, start + 17) is None
+    clean(path)
+
+
 # --- any bytes --------------------------------------------------------------------------------------------------------
 
 FUZZ = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -540,14 +585,23 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-def clean(path) -> None:
-    """The header is read, and then truly covers the file, or it is refused with the file's name."""
+def ended(path):
     try:
         shard, tensors = read_header(path)
     except Refusal as refusal:
         assert refusal.code == Exit.CHECKPOINT and path.name in refusal.message and len(refusal.message) < 600
-    else:
-        assert sum(tensor.nbytes for tensor in tensors.values()) == shard.size_bytes - shard.header_bytes
+        return refusal.message
+    assert sum(tensor.nbytes for tensor in tensors.values()) == shard.size_bytes - shard.header_bytes
+    return shard, dict(tensors)
+
+
+def clean(path) -> None:
+    """The header is read, and then truly covers the file, or it is refused with the file's name; both ways of reading
+    it end alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_, "_whole_at_once", lambda *arguments: None)
+        slow = ended(path)
+    assert ended(path) == slow
 
 
 @FUZZ
