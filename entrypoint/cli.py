@@ -1,6 +1,6 @@
 """`flashnext`: the command line inside the image and on a laptop.
 
-    flashnext plan [--simulate 3x3090 --ram 125GiB] [--json] [--explain] [wishes]
+    flashnext plan [--simulate 3x3090 --ram 125GiB] [--what-if ram=64GiB] [--json] [--explain] [wishes]
     flashnext doctor [--json] [wishes]        check this box point by point
     flashnext prepare [wishes]                everything before the engine, once
     flashnext serve [wishes]                  prepare, start vLLM and stay with it
@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,10 +32,13 @@ from . import doctor as doctor_
 from . import fetch as fetch_
 from . import plan as plan_
 from . import prepare as prepare_
+from . import speed as speed_
 from . import table as table_
+from . import what_if as what_if_
 from .checkpoint import Checkpoint
 from .errors import Exit, Refusal
-from .show import byte_progress, console, show
+from .machine import Machine, least
+from .show import byte_progress, console, plan_dict, show
 from .simulate import simulate as make_box
 from .supervisor import Supervisor
 from .units import format_gib
@@ -56,6 +60,74 @@ def _wishes(ctx: typer.Context, env_file: Path) -> Wishes:
     return gather(flags.read(ctx.args), os.environ, env_file)
 
 
+@dataclass(frozen=True)
+class _Box:
+    """The box that a plan is for, in the words of the command line; `simulate` None means this one."""
+
+    simulate: str | None
+    ram: str | None
+    cgroup: str | None
+    disk: str | None
+    wsl: bool
+
+    @property
+    def words(self) -> list[tuple[str, object]]:
+        return [("ram", self.ram), ("cgroup", self.cgroup), ("disk", self.disk), ("wsl", self.wsl)]
+
+    def machine(self, real: Callable[[], Machine]) -> Machine:
+        """The machine; `real` reads this one. Words beside a real box replace what it has (--what-if)."""
+        if self.simulate is None and not any(value for _, value in self.words):
+            return real()
+        if self.simulate is not None and (self.ram is not None or self.simulate.startswith("@")):
+            return make_box(self.simulate, ram=self.ram, cgroup=self.cgroup, disk=self.disk, wsl=self.wsl)
+        box, like = real(), make_box(self.simulate or "3090", ram=self.ram, cgroup=self.cgroup, disk=self.disk)
+        if self.simulate is not None:
+            box = replace(box, gpus=like.gpus, gpu_error=None, gpu_fix=None, simulated=self.simulate)
+        if self.ram is not None:
+            box = replace(box, mem_total_bytes=like.mem_total_bytes, mem_available_bytes=like.mem_available_bytes)
+        if self.cgroup is not None:
+            box = replace(box, cgroup_limit_bytes=like.cgroup_limit_bytes, cgroup_used_bytes=0)
+        if self.disk is not None:
+            box = replace(box, mounts=like.mounts)
+        room = None if box.cgroup_limit_bytes is None else box.cgroup_limit_bytes - (box.cgroup_used_bytes or 0)
+        available = least(box.mem_available_bytes, room)
+        return replace(box, wsl=box.wsl or self.wsl, ram_available_bytes=available)
+
+
+def _planned(box: _Box, wishes: Wishes) -> tuple[plan_.Plan, speed_.Speed | None, str | None]:
+    """The plan, its speed, and why there is none. Raises Refusal."""
+    if box.simulate is None:
+        rules.check_exposure(wishes, facts.read_api_key(wishes) is not None)
+    machine = box.machine(lambda: facts.machine(wishes))
+    if not machine.gpus and wishes.value("device") != "cpu":
+        raise Refusal(
+            f"no NVIDIA card can be used: {machine.gpu_error or 'the driver lists none'}",
+            machine.gpu_fix or "plan for another box with --simulate 3x3090 --ram 125GiB",
+            Exit.PLAN,
+        )
+    # A laptop has no checkpoint at the default place; a path that was asked for is read.
+    asked = wishes["model"].wished or Path(wishes.value("model"), "config.json").is_file()
+    if box.simulate is None or asked:
+        found = facts.checkpoint(wishes)
+        model, reads = plan_.model_of(found), speed_.token_bytes(found)
+    else:
+        model = plan_.published()
+        reads = speed_.published_token_bytes(model.text, model.head_bytes)
+    made = plan_.make_plan(machine, model, wishes)
+    missing = speed_.unknown(made, machine, model.text, reads)
+    return made, speed_.estimate(made, machine, model.text, reads), missing
+
+
+def _side(label: str, box: _Box, wishes: Wishes) -> what_if_.Side:
+    try:
+        made, speed, _ = _planned(box, wishes)
+    except Refusal as e:
+        if e.code != Exit.PLAN:
+            raise
+        return what_if_.Side(label=label, refusal=e)
+    return what_if_.Side(label=label, plan=made, speed=speed)
+
+
 @app.command(context_settings=_WISHES, epilog=flags.help_text())
 def plan(
     ctx: typer.Context,
@@ -64,39 +136,59 @@ def plan(
     cgroup: Annotated[str | None, typer.Option(help="Container limit of the simulated box.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk of the simulated box: nvme, sata, hdd, nfs.")] = None,
     wsl: Annotated[bool, typer.Option(help="The simulated box is WSL2.")] = False,
-    explain: Annotated[bool, typer.Option(help="Print the budget line by line.")] = False,
+    what_if: Annotated[
+        str | None,
+        typer.Option("--what-if", help="Compare with another box or wish: ram=64GiB, simulate=4x3090,max_num_seqs=8."),
+    ] = None,
+    explain: Annotated[bool, typer.Option(help="Print every reason, and the budget in bytes line by line.")] = False,
     as_json: Json = False,
     env_file: EnvFile = Path(".env"),
 ) -> None:
-    """Print every environment variable and argument of vllm serve, with its reason."""
-    wishes = _wishes(ctx, env_file)
+    """Print the budget of every card and of the RAM, and every environment variable and argument of vllm serve."""
+    box = _Box(simulate, ram, cgroup, disk, wsl)
     if simulate is None:
-        for name, value in (("--ram", ram), ("--cgroup", cgroup), ("--disk", disk), ("--wsl", wsl)):
+        for name, value in box.words:
             if value:
                 raise Refusal(
-                    f"{name} describes a simulated box, and there is no --simulate", "add --simulate 3x3090", Exit.USAGE
+                    f"--{name} describes a simulated box, and there is no --simulate",
+                    "add --simulate 3x3090",
+                    Exit.USAGE,
                 )
-        rules.check_exposure(wishes, facts.read_api_key(wishes) is not None)
-        box = facts.machine(wishes)
-        if not box.gpus and wishes.value("device") != "cpu":
-            raise Refusal(
-                f"no NVIDIA card can be used: {box.gpu_error or 'the driver lists none'}",
-                box.gpu_fix or "plan for another box with --simulate 3x3090 --ram 125GiB",
-                Exit.PLAN,
-            )
-        model = plan_.model_of(facts.checkpoint(wishes))
-    else:
-        if ram is None:
-            raise Refusal("a simulated box needs its RAM", "add --ram 125GiB", Exit.USAGE)
-        box = make_box(simulate, ram=ram, cgroup=cgroup, disk=disk, wsl=wsl)
-        # A laptop has no checkpoint at the default place; a path that was asked for is read.
-        asked = wishes["model"].wished or Path(wishes.value("model"), "config.json").is_file()
-        model = plan_.model_of(facts.checkpoint(wishes)) if asked else plan_.published()
-    made = plan_.make_plan(box, model, wishes)
+    elif ram is None and not simulate.startswith("@"):
+        raise Refusal("a simulated box needs its RAM", "add --ram 125GiB", Exit.USAGE)
+    wishes = _wishes(ctx, env_file)
+    if what_if is not None:
+        _compare(box, ctx, env_file, what_if, as_json)
+        return
+    made, speed, no_speed = _planned(box, wishes)
     if as_json:
-        print(json.dumps(made.as_dict(), indent=1, ensure_ascii=False))
+        print(json.dumps(plan_dict(made, speed), indent=1, ensure_ascii=False))
     else:
-        show(made, console(), explain)
+        show(made, console(), explain, speed, no_speed)
+
+
+def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: bool) -> None:
+    """`plan --what-if`: exits with 3 only where both sides are refused."""
+    asked = what_if_.parse(text)
+    words = {k: v for k, v in asked.items() if k in what_if_.BOX_KEYS}
+    if "wsl" in words:
+        on = {"on": True, "true": True, "1": True, "off": False, "false": False, "0": False}.get(words["wsl"].lower())
+        if on is None:
+            raise Refusal(
+                f"--what-if: wsl is {words['wsl'][:20]!r}, which is neither on nor off", "write wsl=on", Exit.USAGE
+            )
+        words["wsl"] = on
+    given = flags.read(ctx.args)
+    changed = gather({**given, **{k: v for k, v in asked.items() if k not in words}}, os.environ, env_file)
+    label = " ".join([box.simulate or "this box", *(f"--{k} {v}" for k, v in box.words if v)])
+    base = _side(label, box, gather(given, os.environ, env_file))
+    other = _side(text.strip(), replace(box, **words), changed)
+    if as_json:
+        print(json.dumps(what_if_.as_dict(base, other), indent=1, ensure_ascii=False))
+    else:
+        what_if_.show(base, other, console())
+    if base.refusal and other.refusal:
+        raise typer.Exit(int(Exit.PLAN))
 
 
 @app.command(context_settings=_WISHES)

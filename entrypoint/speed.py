@@ -188,32 +188,40 @@ def spread(least_s: float) -> tuple[float, float]:
     return 1 / max(guesses), 1 / min(guesses)
 
 
+def unknown(plan: Plan, machine: Machine, text: TextConfig, reads: TokenBytes | None) -> str | None:
+    """What is missing for an estimate, in words; None where nothing is."""
+    if not plan.stages:
+        return "the demo on the CPU has none"
+    if reads is None:
+        return "the bytes that a token reads are not known"
+    if plan.capacity.get("host_pool_bytes") and None in (pcie_rows(text), text.num_key_value_heads, text.head_dim):
+        return "config.json does not say how many K/V rows a token reads"
+    cards = {g.index: g for g in machine.gpus}
+    for stage in plan.stages:
+        if stage.gpu not in cards or find_board(stage.name, cards[stage.gpu].total_bytes) is None:
+            return f"the memory bandwidth of {stage.name} is not known (boards.yaml)"
+    return None
+
+
 def estimate(plan: Plan, machine: Machine, text: TextConfig, reads: TokenBytes | None) -> Speed | None:
-    """One stream's speed under `plan`; None where a bandwidth or the bytes of a token are not known, and on the CPU."""
-    if reads is None or not plan.stages:
+    """One stream's speed under `plan`; None where something is `unknown`."""
+    if unknown(plan, machine, text, reads) is not None:
         return None
     cards = {g.index: g for g in machine.gpus}
     host_pool = bool(plan.capacity.get("host_pool_bytes"))
-    rows = pcie_rows(text)
-    if host_pool and (rows is None or text.num_key_value_heads is None or text.head_dim is None):
-        return None
     attention = set(text.attention_layers or ())
-    row_bytes = text.num_key_value_heads * text.head_dim * 2 * BF16_BYTES if host_pool else 0
+    row_bytes = pcie_rows(text) * text.num_key_value_heads * text.head_dim * 2 * BF16_BYTES if host_pool else 0
     last_layer = max(stage.layers[1] for stage in plan.stages)
     stages = []
     for stage in plan.stages:
-        card = cards.get(stage.gpu)
-        board = find_board(stage.name, card.total_bytes if card else None)
-        if card is None or board is None:
-            return None
-        here = sum(n in attention for n in range(stage.layers[0], stage.layers[1] + 1))
+        card = cards[stage.gpu]
         stages.append(
             StageSpeed(
                 gpu=stage.gpu,
                 name=stage.name,
                 token_bytes=reads.of(stage, last_layer),
-                bandwidth_bytes_s=board.bandwidth_bytes_s,
-                link_bytes=here * rows * row_bytes if host_pool else 0,
+                bandwidth_bytes_s=find_board(stage.name, card.total_bytes).bandwidth_bytes_s,
+                link_bytes=row_bytes * sum(n in attention for n in range(stage.layers[0], stage.layers[1] + 1)),
                 link_bytes_s=link_bytes_s(card),
             )
         )

@@ -73,9 +73,10 @@ def test_a_narrow_link_bounds_the_estimate():
 
 def test_unknown_is_none():
     box, planned, text, reads = made("3x24GiB@8.6")
-    assert speed.estimate(planned, box, text, reads) is None, "a card by its size has no known bandwidth"
+    assert speed.estimate(planned, box, text, reads) is None
+    assert "24GiB@8.6" in speed.unknown(planned, box, text, reads)
     box, planned, text, reads = made("3x3090")
-    assert speed.estimate(planned, box, text, None) is None
+    assert speed.unknown(planned, box, text, reads) is None and speed.estimate(planned, box, text, None) is None
     assert speed.estimate(planned, box, dataclasses.replace(text, indexer_budget=None), reads) is None
     assert speed.estimate(dataclasses.replace(planned, stages=()), box, text, reads) is None
 
