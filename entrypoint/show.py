@@ -141,7 +141,7 @@ def _gib(size_bytes: int) -> str:
 
 def row_name(what: str) -> str:
     """A budget line's name without the layers of one stage, so that stages share a row."""
-    return re.sub(r" (of )?layers [0-9]+-[0-9]+", "", what)
+    return re.sub(r",?( of)? layers [0-9]+-[0-9]+", "", what)
 
 
 def _stages(plan: Plan, out: Console) -> None:
@@ -215,6 +215,11 @@ def _capacity(plan: Plan, out: Console) -> None:
         f"Holds {c['full_requests']} requests of {c['context']:,} tokens at once: {c['blocks']} blocks of "
         f"{c['block_size']:,} tokens; {format_gib(c.get('host_pool_bytes') or 0)} of K/V in host RAM."
     )
+    if c.get("whole_requests_at_once") is not None:
+        out.print(
+            f"Of {c['streams']} streams {c['whole_requests_at_once']} run at once at full length, {c['short_requests_at_once']} where "
+            f"they are short. vLLM's own report will say {c['tokens']:,} tokens, {c['concurrency']:.2f}x."
+        )
 
 
 def speed_range(speed: Speed) -> str:

@@ -189,6 +189,8 @@ def _planned(plan: Plan, check: Check) -> dict[Key, float]:
     name, capacity = check.name, plan.capacity
     if name in ("context", "blocks", "block_size"):
         return {(name, None): capacity[name]} if capacity.get(name) else {}
+    if name == "tokens" and capacity.get("tokens"):
+        return {(name, None): capacity["tokens"]}
     if name == "tokens":
         blocks, requests = capacity.get("blocks"), capacity.get("full_requests")
         if not blocks or not requests or blocks < 2:
@@ -202,7 +204,10 @@ def _planned(plan: Plan, check: Check) -> dict[Key, float]:
         given = next((s.value for s in plan.settings if s.name == "--kv-cache-memory-bytes"), None)
         return {(name, rank): float(given) for rank in range(len(plan.stages))} if given else {}
     if name == "free":
-        return {(name, rank): st.available_bytes - _lines(st, "^context") for rank, st in enumerate(plan.stages)}
+        return {
+            (name, rank): st.available_bytes - _lines(st, check.plan_lines or "$^")
+            for rank, st in enumerate(plan.stages)
+        }
     return {
         (name, rank): total for rank, st in enumerate(plan.stages) if (total := _lines(st, check.plan_lines or "$^"))
     }

@@ -123,3 +123,5 @@ def test_every_check_has_a_value_in_a_real_plan():
     assert {c.check.name for c in verdict.figures} == {c.name for c in startup.checks()}
     weights = [c.planned for c in verdict.figures if c.check.name == "weights"]
     assert len(weights) == 3 and all(20.0 * GIB < w < 22.5 * GIB for w in weights)
+    free = [c.planned for c in verdict.figures if c.check.name == "free"]
+    assert free == [st.available_bytes - 350 * MIB for st in made.stages]
