@@ -1,17 +1,17 @@
-"""Which tensors a Qwen4Exp text model consists of, with their shapes: from the numbers of config.json, never from constants.
+"""Which tensors a Qwen4Exp model consists of, with their shapes: from the numbers of config.json, never from constants.
 
-Rule order of `parts`: vocabulary, then each decoder layer (attention of its type, table, experts, hyper-connections), then
-mixer (its norm is the last one) and head. Names follow transformers' modules (`tests/engine/test_checkpoints.py` loads
-them with nothing missing); `prefix` is what a checkpoint writes before `layers`. The vision tower and the draft head are not listed: text
-serving leaves both unread.
+Rule order of `parts`, the text model: vocabulary, then each decoder layer (attention of its type, table, experts,
+hyper-connections), then mixer (its norm is the last one) and head. `draft_parts` and `vision_parts` list what text serving
+leaves unread. Names follow transformers' modules, those of the draft head vLLM's; `tests/engine/test_architecture.py` holds
+all of them against both. `prefix` is what a checkpoint writes before `layers` (text, draft) or `blocks` (vision).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .checkpoint import TextConfig
 from .errors import Exit, Refusal
@@ -28,6 +28,7 @@ EXPERT_SHARDS = (("gate_proj", False), ("up_proj", False), ("down_proj", True))
 
 
 # What bounds the loops below: a slip in config.json must end in a refusal, not in hours of counting.
+_MOST_BLOCKS = 1_000
 _MOST = {
     "num_hidden_layers": 1_000,
     "num_experts": 16_384,
@@ -41,8 +42,9 @@ _MOST = {
 class Part(NamedTuple):
     """One weight, or that of all experts of a layer (`count` of them, with `*` for the number in the name).
 
-    `kind`: linear (the engine may read it quantized), experts, embed, head (the same), plain (never quantized), bare (a
-    parameter that is not called `.weight`), optional (bare, and may be missing). `shape` of a matrix is [outputs, inputs].
+    `kind`: linear (the engine may read it quantized), experts, embed, head (the same), plain (never quantized), bare (the
+    name is the tensor's own, without `.weight` behind it), optional (bare, and may be missing). `shape` of a matrix is
+    [outputs, inputs].
     """
 
     name: str
@@ -106,8 +108,7 @@ def parts(text: TextConfig, prefix: str) -> Iterator[Part]:
                 "take config.json from the model's repository",
                 Exit.CHECKPOINT,
             )
-    hidden, streams = text.need("hidden_size"), text.need("hc_count")
-    wide = hidden * streams
+    hidden = text.need("hidden_size")
     yield Part(f"{prefix}embed_tokens", (text.need("vocab_size"), hidden), "embed")
     attention = set(text.attention_layers if text.attention_layers is not None else text.need("layer_types"))
     tables = sorted(text.ple_layers)
@@ -117,12 +118,74 @@ def parts(text: TextConfig, prefix: str) -> Iterator[Part]:
         if layer in tables:
             yield from _table(text, at, tables.index(layer))
         yield from _moe(text, f"{at}.mlp")
-        for block in ("attn", "mlp"):
-            yield from _mixing(text, f"{at}.{block}_hyper_connection")
-            yield Part(f"{at}.{block}_hyper_connection.block_inject_weight", (streams, wide), "linear")
-    yield from _mixing(text, f"{prefix}hyper_connection_mixer")
+        yield from _connections(text, at)
+    yield from _mixer(text, prefix)
     if not text.tie_word_embeddings:
         yield Part("lm_head", (text.need("vocab_size"), hidden), "head")
+
+
+def draft_parts(text: TextConfig, prefix: str = "mtp.") -> Iterator[Part]:
+    """Every weight of the draft head (MTP): attention layers without a table, on the text model's numbers.
+
+    Source: vLLM 0.30.0, models/qwen4_exp/nvidia/mtp.py. Raises Refusal (code 4) where config.json lacks a number.
+    """
+    hidden, streams = text.need("hidden_size"), text.need("hc_count")
+    for name in ("fc_embedding", "fc_hidden"):
+        yield Part(f"{prefix}{name}", (hidden, hidden), "linear")
+    yield Part(f"{prefix}pre_fc_norm_embedding", (hidden,), "plain")
+    yield Part(f"{prefix}pre_fc_norm_hidden", (hidden * streams,), "plain")
+    for layer in range(min(_MOST_BLOCKS, 1 if text.mtp_num_hidden_layers is None else text.mtp_num_hidden_layers)):
+        at = f"{prefix}layers.{layer}"
+        yield from _attention(text, at)
+        yield from _moe(text, f"{at}.mlp")
+        yield from _connections(text, at)
+    yield from _mixer(text, prefix)
+    for name in ("embed_tokens", "shared_head.head"):
+        yield Part(f"{prefix}{name}.weight", (text.need("vocab_size"), hidden), "optional")
+
+
+def vision_parts(vision: Mapping[str, Any], prefix: str = "model.visual.") -> Iterator[Part]:
+    """Every weight of the vision tower, from the raw vision_config. Raises KeyError that names a number it lacks."""
+
+    def number(name: str) -> int:
+        value = vision.get(name)
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise KeyError(name)
+        return value
+
+    def biased(name: str, *shape: int) -> Iterator[Part]:
+        yield Part(f"{prefix}{name}", shape, "plain")
+        yield Part(f"{prefix}{name}.bias", shape[:1], "bare")
+
+    hidden, inner, patch = number("hidden_size"), number("intermediate_size"), number("patch_size")
+    merged = hidden * number("spatial_merge_size") ** 2
+    yield from biased("patch_embed.proj", hidden, number("in_channels"), number("temporal_patch_size"), patch, patch)
+    yield Part(f"{prefix}pos_embed", (number("num_position_embeddings"), hidden), "plain")
+    for block in range(min(_MOST_BLOCKS, number("depth"))):
+        at = f"blocks.{block}."
+        for norm in ("norm1", "norm2"):
+            yield from biased(f"{at}{norm}", hidden)
+        yield from biased(f"{at}attn.qkv", 3 * hidden, hidden)
+        yield from biased(f"{at}attn.proj", hidden, hidden)
+        yield from biased(f"{at}mlp.linear_fc1", inner, hidden)
+        yield from biased(f"{at}mlp.linear_fc2", hidden, inner)
+    yield from biased("merger.norm", hidden)
+    yield from biased("merger.linear_fc1", merged, merged)
+    yield from biased("merger.linear_fc2", number("out_hidden_size"), merged)
+
+
+def _connections(text: TextConfig, at: str) -> Iterator[Part]:
+    streams, wide = text.need("hc_count"), text.need("hidden_size") * text.need("hc_count")
+    for block in ("attn", "mlp"):
+        yield from _mixing(text, f"{at}.{block}_hyper_connection")
+        yield Part(f"{at}.{block}_hyper_connection.block_inject_weight", (streams, wide), "linear")
+
+
+def _mixer(text: TextConfig, prefix: str) -> Iterator[Part]:
+    streams, wide = text.need("hc_count"), text.need("hidden_size") * text.need("hc_count")
+    yield from _mixing(text, f"{prefix}hyper_connection_mixer")
+    # There is nothing left to inject into; the engine drops it where an export has it.
+    yield Part(f"{prefix}hyper_connection_mixer.block_inject_weight.weight", (streams, wide), "optional")
 
 
 def _mixing(text: TextConfig, at: str) -> Iterator[Part]:

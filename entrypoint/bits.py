@@ -174,18 +174,20 @@ def weights_of(checkpoint: Checkpoint) -> list[lint.Stored]:
 def unread(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
     """(weights, bytes) of the vision tower and the draft head: in the checkpoint, but not loaded for text.
 
-    Weights are 0, which is printed as unknown, where some are packed: their shapes are not this module's to know.
+    Weights are 0, which is printed as unknown, where the architecture does not explain every tensor of them.
     """
     out: dict[str, tuple[int, int]] = {}
-    packed = set()
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith("mtp.") or "visual." in name:
+    for name, nbytes in checkpoint.tensors.sizes():
+        # Nine names of ten are experts of the text model, for which the patterns need not be tried.
+        if name.startswith(("mtp.", "model.mtp.")) or "visual." in name:
             category = category_of(name)
             if category in ("mtp", "vision"):
-                elements, bytes_ = out.get(category, (0, 0))
-                packed |= {category} if name.endswith(".weight_packed") else set()
-                out[category] = elements + tensor.nbytes * 8 // DTYPE_BITS[tensor.dtype], bytes_ + tensor.nbytes
-    return {category: (0 if category in packed else n, bytes_) for category, (n, bytes_) in out.items()}
+                out[category] = 0, out.get(category, (0, 0))[1] + nbytes
+    for item in lint.unloaded(checkpoint):
+        category = _category(item.part)
+        weights, bytes_ = out[category]
+        out[category] = weights + item.part.elements // item.part.count * len(item.names), bytes_
+    return out
 
 
 # --- the demo ---------------------------------------------------------------------------------------------------------

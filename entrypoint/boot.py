@@ -83,19 +83,20 @@ class Follower:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A row of `fingerprints.yaml`: a known failure, in the owner's words."""
+    """A row of `fingerprints.yaml`: a known failure, in the owner's words. `covers`: ids of more general rows."""
 
     id: str
     match: str
     error: str
     fix: str
     transient: bool = False
+    covers: tuple[str, ...] = ()
 
 
 @cache
 def fingerprints() -> tuple[Fingerprint, ...]:
     rows = yaml.safe_load(Path(__file__).with_name("fingerprints.yaml").read_text(encoding="utf-8"))
-    return tuple(Fingerprint(**r) for r in rows)
+    return tuple(Fingerprint(**{**r, "covers": tuple(r.get("covers", ()))}) for r in rows)
 
 
 # A refusal of our own engine-side package, wherever it stands in a line (pydantic wraps those raised while the config is made).
@@ -112,11 +113,15 @@ def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:
     out = []
     if found := _OWN_REFUSAL.search(whole):
         out.append((Fingerprint("engine-refusal", _OWN_REFUSAL.pattern, found[1], found[2].strip()), found[0]))
+    covered: set[str] = set()
     for row in fingerprints():
+        if row.id in covered:
+            continue
         if found := re.search(row.match, whole, re.MULTILINE):
             start = whole.rfind("\n", 0, found.end()) + 1
             end = whole.find("\n", found.end())
             out.append((row, whole[start : end if end >= 0 else None].strip()))
+            covered |= {*row.covers}
     return out
 
 

@@ -219,6 +219,7 @@ class TextConfig:
     ple_layer_ids: tuple[int, ...] | None = None
     ple_embed_dim: int | None = None
     ple_conv_kernel_size: int | None = None
+    mtp_num_hidden_layers: int | None = None
     output_gate_type: str | None = None
     dtype: str | None = None
     tie_word_embeddings: bool | None = None
@@ -281,8 +282,8 @@ class Weights:
 class Checkpoint:
     """A model folder as its small files and headers state it. With `local=False` (a hub id) everything else is empty.
 
-    `quantization` is the raw quantization_config, `generation` the raw generation_config.json; None where there is
-    none.
+    `quantization` is the raw quantization_config, `generation` the raw generation_config.json, `vision` the raw
+    vision_config; None where there is none.
     `unlisted` names files of the folder that the index leaves out.
     """
 
@@ -294,6 +295,7 @@ class Checkpoint:
     text: TextConfig = field(default_factory=TextConfig)
     generation: Mapping[str, Any] | None = field(default=None, hash=False)
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+    vision: Mapping[str, Any] | None = field(default=None, hash=False)
     tokenizer: bool = False
     chat_template: bool = False
     shards: tuple[Shard, ...] = ()
@@ -778,7 +780,7 @@ def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
         raise _bad("config.json", "quantization_config is not an object", _TAKE_CONFIG)
     generation, tokenizer, chat_template = _small_files(folder)
     shards, tensors, unlisted = read_tensors(folder) if headers else ((), {}, ())
-    model_type = config.get("model_type")
+    model_type, vision = config.get("model_type"), config.get("vision_config")
     return Checkpoint(
         path=text_path,
         architectures=tuple(architectures),
@@ -787,6 +789,7 @@ def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
         text=text,
         generation=generation,
         quantization=quantization,
+        vision=vision if isinstance(vision, dict) else None,
         tokenizer=tokenizer,
         chat_template=chat_template,
         shards=shards,

@@ -5,7 +5,9 @@ byte. Rule order of `examine`:
 1. Small files: tokenizer, chat template, EOS ids, sampling defaults.
 2. The list of weights that the architecture has (architecture.py): present, of its shape, of a dtype that is read; nothing
    more.
-3. What each weight is stored as: bits and packing from the width of `weight_packed`, groups from `weight_scale`.
+   Of the vision tower and the draft head the same, as warnings: text serving loads neither.
+3. What each weight is stored as: bits and packing from the width of `weight_packed`, groups from `weight_scale`; the
+   experts of a layer one by one, or all in one 3-D tensor as transformers may save them unquantized.
 4. quantization_config: what the engine would take each weight for (`Groups`, vLLM's own rules), against 3.
 5. Shards that the engine merges, and all experts of a layer, are stored alike.
 Another architecture than Qwen4Exp gets 1 only.
@@ -32,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .architecture import FUSED, QUANTIZABLE, Part, is_target, parts
+from .architecture import FUSED, QUANTIZABLE, Part, draft_parts, is_target, parts, vision_parts
 from .checkpoint import Checkpoint, Tensors, category_of, read_json, without_gc
 from .errors import Exit, Refusal
 from .plan import published_sampling
@@ -178,6 +180,8 @@ class _Wrong(Exception):
 def _form(part: Part, specs: Sequence[Spec | None]) -> Form:
     """How a weight is stored, from (dtype, shape) of the tensors that _PACKED names. Raises _Wrong."""
     plain, packed, scale, shape, points, order = specs
+    if plain is not None and packed is not None:
+        raise _Wrong("names", "weights are there twice, packed and not", "remove the file of another export")
     if plain is not None:
         if plain[1] != part.shape:
             what = f"of shape {list(plain[1])} where config.json gives {list(part.shape)}"
@@ -215,7 +219,9 @@ def _ends(part: Part, unusual: bool) -> tuple[str, ...]:
     return _PACKED[: 6 if unusual else 4] if part.kind in QUANTIZABLE else _PACKED[:1]
 
 
-def _stored(part: Part, tensors: Tensors, unusual: bool, found: Findings) -> tuple[list[Stored], int]:
+def _stored(
+    part: Part, tensors: Tensors, unusual: bool, found: Findings, verdict: str = "ERROR"
+) -> tuple[list[Stored], int]:
     """(`part` as it is stored, one entry a form; number of tensors that it takes), with findings for what is wrong."""
     names = part.names()
     # A column for each end, not a row for each name: a quarter of a million lookups, and nothing else, take the time.
@@ -238,9 +244,41 @@ def _stored(part: Part, tensors: Tensors, unusual: bool, found: Findings) -> tup
                 by_form.setdefault(form, []).append(name)
             elif form is not None:
                 check, what, fix = form.args
-                found.weight(check, what, name, fix)
+                found.weight(check, what + _aside_words(verdict), name, fix, verdict=verdict)
     taken = sum(count * (len(specs) - specs.count(None)) for specs, count in counts.items())
     return [Stored(part=part, form=form, names=tuple(of)) for form, of in by_form.items()], taken
+
+
+def _aside_words(verdict: str) -> str:
+    return ", of a part that text serving does not load" if verdict == "WARN" else ""
+
+
+def _is_in_one(experts: str, tensors: Tensors) -> bool:
+    return f"{experts}.gate_up_proj" in tensors or f"{experts}.down_proj" in tensors
+
+
+def _in_one_tensor(part: Part, tensors: Tensors, found: Findings, verdict: str) -> tuple[list[Stored], int] | None:
+    """`_stored` for the experts of a layer in one 3-D tensor: [experts, rows, columns], gate and up one after the other.
+
+    None where they are not stored so. Source: vLLM 0.30.0, RoutedExperts.load_weights takes a 3-D tensor for all experts.
+    """
+    at, _, shard = part.name.partition(".*.")
+    if not _is_in_one(at, tensors):
+        return None
+    rows, columns = part.shape
+    name, shape = f"{at}.gate_up_proj", (part.count, 2 * rows, columns)
+    if shard == "down_proj":
+        name, shape = f"{at}.down_proj", (part.count, rows, columns)
+    (spec,) = tensors.specs([name])
+    taken = int(spec is not None and shard != "up_proj")
+    try:
+        form = _form(Part(name, shape, "bare"), (spec,) + (None,) * (len(_PACKED) - 1))
+    except _Wrong as wrong:
+        check, what, fix = wrong.args
+        if shard != "up_proj":
+            found.weight(check, f"experts in one tensor: {what}{_aside_words(verdict)}", name, fix, verdict=verdict)
+        return [], taken
+    return [Stored(part=part, form=form, names=tuple(part.names()))], taken
 
 
 # --- what the engine takes a weight for -------------------------------------------------------------------------------
@@ -396,21 +434,80 @@ def agrees(form: Form, args: Mapping[str, Any] | None, inputs: int) -> bool:
 
 
 def weights_of(checkpoint: Checkpoint, found: Findings) -> list[Stored]:
-    """Every weight of the architecture that can be read, with findings for those that cannot, and for what is left."""
-    tensors, out, taken = checkpoint.tensors, [], 0
-    every = tuple(parts(checkpoint.text, prefix_of(tensors)))
-    unusual = any(map(methodcaller("endswith", _PACKED[4:]), tensors))
+    """Every weight of the text model that can be read, with findings for those that cannot, and for what is left."""
+    tensors = checkpoint.tensors
+    loaded = tuple(parts(checkpoint.text, prefix_of(tensors)))
+    aside = _aside(checkpoint, found)
+    unusual = _has_unusual(tensors)
+    out, taken = _all_stored(loaded, tensors, unusual, found, "ERROR")
+    taken += _all_stored(aside, tensors, unusual, found, "WARN")[1]
+    # Naming what is left over takes as long as all the rest: only where the counts say that there is something.
+    if taken < len(tensors):
+        seen = {name for part in (*loaded, *aside) for name in _tensors_of(part, tensors)}
+        for name in tensors:
+            if name not in seen:
+                what = "tensors that the architecture does not have"
+                found.weight("names", what, name, _TAKE_AGAIN, verdict="WARN")
+    return out
+
+
+def unloaded(checkpoint: Checkpoint) -> list[Stored]:
+    """The weights of the vision tower and of the draft head; [] where the checkpoint holds other tensors of them too."""
+    found = Findings()
+    tensors = checkpoint.tensors
+    stored, taken = _all_stored(_aside(checkpoint, found), tensors, _has_unusual(tensors), found, "WARN")
+    there = sum(map(methodcaller("startswith", _DRAFT + _TOWER), tensors))
+    return [] if found.all() or taken != there else stored
+
+
+_DRAFT = ("mtp.", "model.mtp.")
+_TOWER = ("visual.", "model.visual.")
+
+
+def _aside(checkpoint: Checkpoint, found: Findings) -> tuple[Part, ...]:
+    """The parts of the vision tower and of the draft head, of each where the checkpoint has a tensor of it."""
+    out: list[Part] = []
+    names = list(filter(methodcaller("startswith", _DRAFT + _TOWER), checkpoint.tensors))
+    for prefixes in (_DRAFT, _TOWER):
+        first = next((name for name in names if name.startswith(prefixes)), None)
+        if first is None:
+            continue
+        prefix = next(p for p in prefixes if first.startswith(p))
+        try:
+            draft = prefixes is _DRAFT
+            out += draft_parts(checkpoint.text, prefix) if draft else vision_parts(checkpoint.vision or {}, prefix)
+        except KeyError as lacks:
+            what = f"vision_config does not say {lacks.args[0]!r}, so that the vision tower's weights cannot be checked"
+            found.add("WARN", "names", what, "take config.json from the model's repository")
+    return tuple(out)
+
+
+def _tensors_of(part: Part, tensors: Tensors) -> Iterator[str]:
+    """Every tensor name that a part may have."""
+    at = part.name.partition(".*.")[0]
+    if part.kind == "experts" and _is_in_one(at, tensors):
+        yield from (f"{at}.gate_up_proj", f"{at}.down_proj")
+    else:
+        for end in _ends(part, True):
+            yield from (name + end for name in part.names())
+
+
+def _has_unusual(tensors: Tensors) -> bool:
+    """Whether zero points or activation order occur at all: most checkpoints need not be asked for them by name."""
+    return any(map(methodcaller("endswith", _PACKED[4:]), tensors))
+
+
+def _all_stored(
+    every: Sequence[Part], tensors: Tensors, unusual: bool, found: Findings, verdict: str
+) -> tuple[list[Stored], int]:
+    """(the parts as they are stored, number of tensors that they take)."""
+    out, taken = [], 0
     for part in every:
-        stored, count = _stored(part, tensors, unusual, found)
+        whole = _in_one_tensor(part, tensors, found, verdict) if part.kind == "experts" else None
+        stored, count = whole or _stored(part, tensors, unusual, found, verdict)
         out += stored
         taken += count
-    # Naming what is left over takes as long as all the rest: only where the counts say that there is something.
-    if taken < sum(not name.startswith(("mtp.", "model.visual.")) for name in tensors):
-        seen = {name + end for part in every for end in _ends(part, unusual) for name in part.names()}
-        for name in tensors:
-            if name not in seen and category_of(name) not in ("mtp", "vision"):
-                found.weight("names", "tensors that the architecture does not have", name, _TAKE_AGAIN, verdict="WARN")
-    return out
+    return out, taken
 
 
 def _check_layout(stored: Sequence[Stored], found: Findings) -> None:

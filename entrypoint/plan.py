@@ -3,8 +3,9 @@
 `make_plan` is a pure function: no file, no clock, no hardware. Order of its rules
 1. device: wished, else CUDA where there are cards, else a refusal (the CPU is for the demo model only)
 2. model: qwen4_exp on cards, anything small on the CPU
-3. stages and layers: one stage per card, whole groups, table layers on the first stage, least full worst stage
-4. context and blocks: one full request first, then the other streams, bounded by the fullest card and by host RAM
+3. what the box can never do (`rules`), then the numbers: cards, partition, place of K/V, context, streams, chunk (`choice`, which has
+   the objective in words); where nothing fits, why and what would (`refuse`)
+4. blocks: the wish, the measured value on its own partition, else what the streams need
 5. the fixed flags that this engine needs, each with its reason
 6. the user's own arguments, refused by name where they would break one of the above
 
@@ -23,14 +24,30 @@ from typing import Any
 
 import yaml
 
-from . import budget, rules
-from .budget import KvLayout, Shapes, bounds
-from .checkpoint import Checkpoint, TextConfig, read_text_config
+from . import budget, choice, host_ram, refuse, rules
+from .budget import Line, bounds
+from .card import Cards
+from .choice import Asked, Choice, capture_sizes
 from .errors import Exit, Refusal
-from .extra_args import merge
+from .extra_args import merge, split
 from .machine import Gpu, Machine
+from .model import Model, is_target, model_of, published, published_sampling, shapes
 from .units import GIB, MIB, format_gib
 from .wishes import Wishes
+
+__all__ = [
+    "Line",
+    "Model",
+    "Plan",
+    "Setting",
+    "Stage",
+    "capture_sizes",
+    "is_target",
+    "make_plan",
+    "model_of",
+    "published",
+    "shapes",
+]
 
 NOT_YET = (
     "this release's engine does not read host_kv yet, and the table sits in page-locked RAM: the published checkpoint does not start with "
@@ -48,35 +65,6 @@ class Setting:
     value: str | None
     source: str
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What the plan reads of a checkpoint.
-
-    `weights` are bytes on the cards by place: one entry per decoder layer, then the vocabulary tables; None where the checkpoint
-    was not read (a model on the CPU). `origin` says in words where the numbers come from.
-    """
-
-    path: str
-    origin: str
-    architecture: str | None
-    model_type: str | None
-    text: TextConfig
-    layer_bytes: tuple[int, ...] | None = None
-    embed_bytes: int | None = None
-    head_bytes: int | None = None
-    table_bytes: int | None = None
-    sampling: Mapping[str, float] | None = None  # what generation_config.json sets of it; None: not known
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a stage's budget, in bytes, with where the number comes from."""
-
-    what: str
-    bytes: int
-    source: str
 
 
 @dataclass(frozen=True)
@@ -162,110 +150,11 @@ def _rule(name: str) -> tuple[Any, str]:
     return row["value"], row["source"]
 
 
-@cache
-def published() -> Model:
-    """The published checkpoint as a `Model`, for plans without one at hand (`published.yaml`)."""
-    doc = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
-    config = doc["text_config"]
-    config["layer_types"] = config["layer_types"]["repeat"] * config["layer_types"]["times"]
-    text = read_text_config(config, "published.yaml")
-    w = doc["weights"]
-    body = w["total_bytes"] - w["embed_bytes"] - w["head_bytes"]
-    layers = text.need("num_hidden_layers")
-    shares = [body // layers] * layers
-    shares[0] += body - sum(shares)
-    return Model(
-        path="/model",
-        origin="the published checkpoint's account (no checkpoint was read)",
-        architecture=doc["architectures"][0],
-        model_type=doc["model_type"],
-        text=text,
-        layer_bytes=tuple(shares),
-        embed_bytes=w["embed_bytes"],
-        head_bytes=w["head_bytes"],
-        table_bytes=w["table_bytes"],
-        sampling=None,
-    )
-
-
-@cache
-def published_sampling() -> Mapping[str, float]:
-    """Sampling defaults that the model's publisher recommends for thinking mode."""
-    return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["sampling"]
-
-
-def shapes(text: TextConfig) -> Shapes:
-    """The numbers of a text config that the arithmetic needs. Raises Refusal (code 4) naming a missing key."""
-    layers = text.need("num_hidden_layers")
-    full = text.attention_layers
-    if not full:
-        raise Refusal(
-            "config.json names no full-attention layer (layer_types)",
-            "use the config.json of the published checkpoint",
-            Exit.CHECKPOINT,
-        )
-    return Shapes(
-        layer_types=tuple("full_attention" if i in set(full) else "linear_attention" for i in range(layers)),
-        max_position=text.need("max_position_embeddings"),
-        num_key_value_heads=text.need("num_key_value_heads"),
-        head_dim=text.need("head_dim"),
-        linear_num_key_heads=text.need("linear_num_key_heads"),
-        linear_num_value_heads=text.need("linear_num_value_heads"),
-        linear_key_head_dim=text.need("linear_key_head_dim"),
-        linear_value_head_dim=text.need("linear_value_head_dim"),
-        linear_conv_kernel=text.need("linear_conv_kernel_dim"),
-        ssm_bytes=budget.FP32_BYTES if "32" in (text.mamba_ssm_dtype or "float32") else budget.BF16_BYTES,
-        indexer_head_dim=text.need("indexer_head_dim"),
-        indexer_compress_ratio=text.need("indexer_compress_ratio"),
-        table_layer_ids=text.ple_layer_ids or (),
-    )
-
-
-def model_of(checkpoint: Checkpoint) -> Model:
-    """A checkpoint's facts in the plan's terms: bytes on the cards by place. Vision, drafts and the table stay off the cards."""
-    layer_bytes = embed = head = table = None
-    if checkpoint.tensors:
-        w = checkpoint.weights
-        layer_bytes = tuple(sum(n for category, n in layer.items() if category != "table") for layer in w.layers)
-        embed, table = w.outside.get("embed", 0), w.of("table")
-        head = w.outside.get("head", 0) or embed
-        rest = sum(
-            n for category, n in w.outside.items() if category not in {"embed", "head", "table", "vision", "mtp"}
-        )
-        head += rest  # the final norm and mixer sit with the head
-    return Model(
-        path=checkpoint.path,
-        origin="the checkpoint's headers",
-        architecture=checkpoint.architectures[0] if checkpoint.architectures else None,
-        model_type=checkpoint.model_type,
-        text=checkpoint.text,
-        layer_bytes=layer_bytes,
-        embed_bytes=embed,
-        head_bytes=head,
-        table_bytes=table,
-        sampling={k: v for k, v in (checkpoint.generation or {}).items() if k in published_sampling()},
-    )
-
-
-def capture_sizes(streams: int) -> list[int]:
-    """Graph sizes for every batch one stage can see: powers of two below `streams`, and `streams`."""
-    sizes = {streams}
-    n = 1
-    while n < streams:
-        sizes.add(n)
-        n *= 2
-    return sorted(sizes)
-
-
 def make_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
     """The plan for this box, checkpoint and user. Raises Refusal (code 2, 3 or 4)."""
     rules.check_wishes(wishes)
     device = _device(machine, model, wishes)
     return _cpu_plan(machine, model, wishes) if device == "cpu" else _cuda_plan(machine, model, wishes)
-
-
-def is_target(model: Model) -> bool:
-    return (model.model_type or "").startswith("qwen4_exp") or "Qwen4Exp" in (model.architecture or "")
 
 
 def _device(machine: Machine, model: Model, wishes: Wishes) -> str:
@@ -338,60 +227,31 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
     _refuse_unproven(wishes)
     rules.check_machine(machine, thumb())
     s = shapes(model.text)
-    if model.layer_bytes is None or model.embed_bytes is None or model.head_bytes is None:
+    if model.layers is None or model.embed_bytes is None or model.last is None:
         raise Refusal(
             "the sizes of the weights are not known", "use a checkpoint with safetensors files", Exit.CHECKPOINT
         )
     notes = [NOT_YET]
-    host_pool = _host_pool(machine, wishes, notes)
-    gpus = list(machine.gpus)
-    if len(gpus) > len(budget.groups(s)):
-        notes.append(
-            f"{len(gpus) - len(budget.groups(s))} of {len(gpus)} cards stay idle: the model has {len(budget.groups(s))} groups of layers"
-        )
-        gpus = gpus[: len(budget.groups(s))]
-    context_wish = wishes.value("context")
-    if context_wish and context_wish > s.max_position:
-        raise Refusal(
-            f"context {context_wish} is longer than the {s.max_position} tokens that the model was made for",
-            f"ask for at most {s.max_position}",
-            Exit.PLAN,
-        )
-    context = context_wish or s.max_position
-    streams, chunk = wishes.value("streams"), wishes.value("chunk")
-    arena = wishes.value("arena") if host_pool else 0
-
-    wished_partition = wishes.value("layer_partition")
-    if wished_partition:
-        rules.check_partition(wished_partition, s, len(gpus))
-    best = _place(s, model, gpus, wished_partition, arena)
-    partition, stages = best
-    kv = _blocks(machine, s, wishes, host_pool, partition, stages, context, streams, notes)
-    stages = tuple(
-        Stage(
-            st.gpu,
-            st.name,
-            st.layers,
-            st.available_bytes,
-            (*st.lines, Line("KV state and index keys", kv.card_bytes, kv.source)),
-        )
-        for st in stages
-    )
-
-    name = _name(model, wishes)
-    n = len(gpus)
-    utilization = _utilization(gpus)
-    memory_source = "wished" if wishes["kv_cache_memory"].wished else kv.source
-    partition_text = ",".join(map(str, partition))
+    asked = _asked_of(machine, s, wishes, notes)
+    cards = Cards(shapes=s, model=model, thumb=thumb(), expandable=wishes.value("expandable_segments") != "off")
+    chosen, search = choice.choose(cards, machine.gpus, asked)
+    if chosen is None:
+        raise refuse.why(search, machine, asked)
+    kv = _kv(machine, wishes, chosen)
+    rules.check_memlock(machine, kv.host_bytes)
+    rules.check_extra(split(wishes.value("extra_args") or ""), s, chosen.layout.block_size, chosen.step.rows, machine)
+    notes += _notes(machine, model, s, wishes, chosen, kv)
+    stages = tuple(_stage(cards, chosen, kv.blocks, i) for i in range(len(chosen.gpus)))
     flashnext: dict[str, Any] = {}
-    if host_pool:
+    if chosen.host_pool:
         flashnext["host_kv"] = {
             "max_bytes": wishes.value("host_kv_max") or kv.host_bytes,
-            "arena_bytes": arena
-            // (kv.layout.block_size * kv.layout.host_row_bytes)
-            * kv.layout.block_size
-            * kv.layout.host_row_bytes,
+            "arena_bytes": chosen.step.arena_bytes,
         }
+    layout, n, streams = chosen.layout, len(chosen.gpus), chosen.streams
+    name = _name(model, wishes)
+    utilization = _utilization(chosen.gpus)
+    context_wish, partition_wish = wishes.value("context"), wishes.value("layer_partition")
     settings = [
         Setting(
             "env",
@@ -400,12 +260,13 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
             "fixed",
             "CUDA's own order puts the fastest card first; the plan counts as NVML does",
         ),
+        *_visible(machine, chosen),
         Setting(
             "env",
             "VLLM_PP_LAYER_PARTITION",
-            partition_text,
-            "wished" if wished_partition else "derived",
-            f"{n} stages of whole groups, table layer on the first; the fullest stage is the least full that way",
+            ",".join(map(str, chosen.partition)),
+            "wished" if partition_wish else "derived",
+            f"{n} stages, table layer on the first; of all splits the one that holds most, then the one whose fullest card is least full",
         ),
         Setting(
             "env", "PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{_expandable(wishes)}", *_expandable_why(wishes)
@@ -440,23 +301,32 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
         Setting(
             "arg",
             "--max-model-len",
-            str(kv.context),
-            "wished" if context_wish else ("checkpoint" if kv.context == s.max_position else "derived"),
-            "max_position_embeddings" if kv.context == s.max_position else "what the memory holds",
+            str(chosen.context),
+            "wished" if context_wish else ("checkpoint" if chosen.context == s.max_position else "derived"),
+            "max_position_embeddings" if chosen.context == s.max_position else "what the memory holds",
         ),
-        Setting("arg", "--max-num-seqs", str(streams), *_asked(wishes, "streams")),
+        Setting(
+            "arg",
+            "--max-num-seqs",
+            str(streams),
+            *(
+                _asked(wishes, "streams")
+                if streams == wishes.value("streams")
+                else ("derived", f"what the {chosen.limit} holds")
+            ),
+        ),
         Setting(
             "arg",
             "--max-num-batched-tokens",
-            str(chunk),
-            *_asked(wishes, "chunk", "256 costs a third of prefill, 1,568 costs 470 MiB (article 5.4)"),
+            str(chosen.step.rows),
+            *_asked(wishes, "chunk", _rule("chunks")[1]),
         ),
         Setting(
             "arg",
             "--no-enable-prefix-caching",
             None,
             "fixed",
-            "with it, prefill is cut at blocks larger than a step and is never scheduled",
+            f"with it, prefill is cut at blocks of {layout.block_size}, larger than a step, and is never scheduled",
         ),
         Setting(
             "arg",
@@ -465,7 +335,7 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
             "rule" if utilization == _rule("gpu_memory_utilization")[0] else "measured",
             "no effect on the KV size beside the next line; it must only be below what is free now",
         ),
-        Setting("arg", "--kv-cache-memory-bytes", str(kv.card_bytes), memory_source, kv.reason),
+        Setting("arg", "--kv-cache-memory-bytes", str(kv.bytes), kv.source, kv.reason),
         Setting("arg", "--language-model-only", None, "fixed", "the vision tower would be built on every stage"),
         Setting("arg", "--async-scheduling", None, "fixed", "without it decoding is 15 % slower (article 5.6)"),
         Setting("arg", "--reasoning-parser", "qwen3", "fixed", "thinking arrives as reasoning, not inside the answer"),
@@ -499,6 +369,7 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
                 "the export lost the sampling defaults: without them the whole vocabulary is sampled (article 5.7)",
             )
         )
+    usable = kv.blocks - 1  # one is vLLM's null block
     return _finish(
         "cuda",
         model,
@@ -506,19 +377,189 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
         wishes,
         settings,
         stages=stages,
-        host=kv.host_lines,
+        host=host_ram.lines(layout, kv.blocks, machine.ram_available_bytes, _rule("engine_ram_bytes")),
         notes=notes,
         capacity={
-            "context": kv.context,
+            "context": chosen.context,
             "streams": streams,
-            "block_size": kv.layout.block_size,
-            "page_bytes": kv.layout.page_bytes,
+            "block_size": layout.block_size,
+            "page_bytes": layout.page_bytes,
             "blocks": kv.blocks,
-            "full_requests": round((kv.blocks - 1) / kv.layout.per_request(kv.context), 2),
+            "groups": layout.groups,
+            # what vLLM prints at start-up, and what can really run
+            "tokens": layout.tokens(kv.blocks, chosen.context),
+            "concurrency": round(layout.concurrency(kv.blocks, chosen.context), 2),
+            "full_requests": round(usable / layout.per_request(chosen.context), 2),
+            "whole_requests_at_once": min(streams, usable // layout.per_request(chosen.context)),
+            "short_requests_at_once": min(streams, usable // layout.per_request(1)),
             "host_pool_bytes": kv.host_bytes,
-            "partition": list(partition),
+            "host_pool_rounded_bytes": host_ram.rounded_bytes(layout, kv.blocks) if chosen.host_pool else 0,
+            "partition": list(chosen.partition),
         },
     )
+
+
+def _asked_of(machine: Machine, s: budget.Shapes, wishes: Wishes, notes: list[str]) -> Asked:
+    """What may be chosen from. Raises Refusal (code 3) for what no choice can mend."""
+    pools = _pools(machine, wishes, notes)
+    context = wishes.value("context")
+    if context and context > s.max_position:
+        raise Refusal(
+            f"context {context} is longer than the {s.max_position} tokens that the model was made for",
+            f"ask for at most {s.max_position}",
+            Exit.PLAN,
+        )
+    if (partition := wishes.value("layer_partition")) is not None:
+        rules.check_partition(partition, s, len(machine.gpus))
+    ram, engine, cache_ram = machine.ram_available_bytes, _rule("engine_ram_bytes")[0], _rule("page_cache_bytes")[0]
+    if ram is None:
+        raise Refusal(
+            "how much RAM is available cannot be read, and the engine needs 15 GiB of it",
+            "run where /proc/meminfo is readable",
+            Exit.PLAN,
+        )
+    room = host_ram.room_bytes(ram, engine, cache_ram)
+    if room < 0:
+        raise Refusal(
+            f"{format_gib(ram)} of RAM are available, and the engine alone needs {format_gib(engine + cache_ram)}",
+            f"free {format_gib(-room)} or raise the container's limit",
+            Exit.PLAN,
+        )
+    if (most := wishes.value("host_kv_max")) is not None:
+        room = min(room, most)
+    streams = wishes.value("streams")
+    longest = context or s.max_position
+    return Asked(
+        contexts=(context or min(choice.LEAST_CONTEXT, longest), longest),
+        streams=(streams,) if wishes["streams"].wished else tuple(range(streams, 0, -1)),
+        chunks=(wishes.value("chunk"),) if wishes["chunk"].wished else tuple(_rule("chunks")[0]),
+        pools=pools,
+        host_room_bytes=room,
+        arena_bytes=wishes.value("arena"),
+        logits_limit_bytes=_rule("indexer_logits_mib")[0] * MIB,
+        partition=partition,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kv:
+    """The pool: `bytes` is the flag's value, of which `blocks` whole blocks are used."""
+
+    blocks: int
+    bytes: int
+    host_bytes: int
+    source: str
+    reason: str
+
+
+def _kv(machine: Machine, wishes: Wishes, c: Choice) -> _Kv:
+    """Blocks: the wish where it fits; the measured rule on its partition; else what the streams need and the memory holds."""
+    layout, least = c.layout, choice.least_blocks(c.layout, c.context, c.streams)
+    wished = wishes.value("kv_cache_memory")
+    measured, where = _rule("kv_cache_memory_bytes")
+    if wished is not None:
+        blocks, size, source, reason = layout.blocks(wished), wished, "wished", wishes["kv_cache_memory"].source
+        if blocks < least:
+            raise Refusal(
+                f"a KV memory of {wished} bytes gives {blocks} blocks, and {c.context} tokens with {c.streams} streams need {least}",
+                f"ask for at least {least * layout.page_bytes} bytes, or a shorter context",
+                Exit.PLAN,
+            )
+        if blocks > c.cap:
+            raise Refusal(
+                f"a KV memory of {wished} bytes needs {format_gib(blocks * layout.page_bytes)} on every card and {format_gib(layout.host_bytes(blocks))} of host RAM; "
+                f"the {c.limit} holds {c.cap} of {blocks} blocks",
+                f"ask for at most {(c.cap + 1) * layout.page_bytes - 1} bytes",
+                Exit.PLAN,
+            )
+    elif (
+        c.host_pool
+        and list(c.partition) == thumb()["kv_cache_memory_bytes"]["partition"]
+        and c.wanted <= layout.blocks(measured) <= c.cap
+    ):
+        blocks, size, source, reason = layout.blocks(measured), measured, "rule", where
+    else:
+        blocks, size, source = c.blocks, c.blocks * layout.page_bytes, "derived"
+        bound = (
+            f"{c.streams} full requests and a spare block each"
+            if blocks == c.wanted
+            else f"as many as the {c.limit} holds"
+        )
+        reason = f"{blocks} blocks of {layout.page_bytes} bytes: {bound}"
+    host = layout.host_bytes(blocks) if c.host_pool else 0
+    return _Kv(blocks=blocks, bytes=size, host_bytes=host, source=source, reason=reason)
+
+
+def _stage(cards: Cards, c: Choice, blocks: int, at: int) -> Stage:
+    """A stage's budget: the card's lines, then the pool's blocks by what they hold."""
+    (a, b), page, gpu = bounds(c.partition)[at], c.layout.stage_pages[at], c.gpus[at]
+    whole = min(c.streams, (blocks - 1) // c.layout.per_request(c.context))
+    states = max(1, whole) * c.layout.states_per_request
+    lines = (
+        *cards.lines(c.partition, at, c.step, len(capture_sizes(c.streams))),
+        Line(f"KV state of {max(1, whole)} whole requests", states * page, f"derived: {states} blocks of {page} bytes"),
+        Line(
+            "QSA rows, first blocks of further requests, spare and null block",
+            (blocks - states) * page,
+            f"derived: {blocks - states} blocks of {page} bytes",
+        ),
+    )
+    return Stage(gpu.index, gpu.name, (a, b - 1), gpu.free_bytes, lines)
+
+
+def _visible(machine: Machine, c: Choice) -> list[Setting]:
+    """Cards that are left out must not be seen by the engine, which takes the first ones."""
+    if len(c.gpus) == len(machine.gpus):
+        return []
+    names = [g.uuid or str(g.index if g.nvml_index is None else g.nvml_index) for g in c.gpus]
+    left = [g for g in machine.gpus if g not in c.gpus]
+    words = ", ".join(f"{g.index} ({format_gib(g.free_bytes)} free)" for g in left)
+    return [Setting("env", "CUDA_VISIBLE_DEVICES", ",".join(names), "derived", f"card {words} stays idle")]
+
+
+def _notes(machine: Machine, model: Model, s: budget.Shapes, wishes: Wishes, c: Choice, kv: _Kv) -> list[str]:
+    """What a reader should know of the choice beside its numbers."""
+    out = []
+    if len(c.gpus) < len(machine.gpus):
+        idle = len(machine.gpus) - len(c.gpus)
+        groups = len(budget.groups(s))
+        why = (
+            f"the model has {groups} groups of layers"
+            if len(machine.gpus) > groups
+            else "the others hold more without it"
+        )
+        out.append(f"{idle} of {len(machine.gpus)} cards stay idle: {why}")
+    if c.context < s.max_position and not wishes["context"].wished:
+        need = choice.least_blocks(c.layout, s.max_position, c.streams)
+        each = c.layout.page_bytes if c.limit == "card" else c.layout.host_bytes(1)
+        out.append(
+            f"context lowered from {s.max_position} to {c.context}: the {c.limit} holds {c.cap} blocks, the whole needs {need}, "
+            f"{format_gib(max(0, need - c.cap) * each)} more"
+        )
+    if c.streams < wishes.value("streams"):
+        out.append(f"streams lowered from {wishes.value('streams')} to {c.streams}: the {c.limit} holds {c.cap} blocks")
+    if not wishes["chunk"].wished and c.step.rows < _rule("chunks")[0][0]:
+        out.append(
+            f"steps of {c.step.rows} tokens leave room for the rest: prefill is slower than with {_rule('chunks')[0][0]}"
+        )
+    whole = min(c.streams, (kv.blocks - 1) // c.layout.per_request(c.context))
+    if whole < c.streams:
+        out.append(
+            f"{whole} of {c.streams} streams run at once where all are {c.context} tokens long; the others wait for blocks"
+        )
+    if c.host_pool:
+        out.append(host_ram.note(c.layout, kv.blocks))
+    elif wishes.value("host_kv") == "auto" and not machine.wsl:
+        out.append(
+            f"K/V stay on the cards, which hold them: {format_gib(kv.blocks * c.layout.page_bytes)} on the fullest"
+        )
+    out += rules.check_table_disk(machine, model.table_bytes, _left_bytes(machine, c, kv), thumb(), s)
+    return out
+
+
+def _left_bytes(machine: Machine, c: Choice, kv: _Kv) -> int:
+    """RAM that is left as page cache."""
+    return host_ram.lines(c.layout, kv.blocks, machine.ram_available_bytes, _rule("engine_ram_bytes"))[-1].bytes
 
 
 def _refuse_unproven(wishes: Wishes) -> None:
@@ -531,9 +572,10 @@ def _refuse_unproven(wishes: Wishes) -> None:
         )
 
 
-def _host_pool(machine: Machine, wishes: Wishes, notes: list[str]) -> bool:
+def _pools(machine: Machine, wishes: Wishes, notes: list[str]) -> tuple[bool, ...]:
+    """Where K/V may live: host pool (True) or cards (False)."""
     wished = wishes.value("host_kv")
-    if machine.wsl:
+    if machine.wsl:  # C16
         if wished == "on":
             raise Refusal(
                 "K/V in host RAM was asked for, and WSL2 page-locks about 1 GiB at most",
@@ -541,185 +583,8 @@ def _host_pool(machine: Machine, wishes: Wishes, notes: list[str]) -> bool:
                 Exit.PLAN,
             )
         notes.append("K/V stays on the cards: WSL2 page-locks about 1 GiB at most")
-        return False
-    return wished != "off"
-
-
-def _fixed_lines(s: Shapes, model: Model, part: Sequence[int], stage: int, arena: int) -> tuple[Line, ...]:
-    """Everything on a stage's card but the KV pool."""
-    start, stop = bounds(part)[stage]
-    lines = [Line(f"weights of layers {start}-{stop - 1}", sum(model.layer_bytes[start:stop]), model.origin)]
-    if stage == 0:
-        lines.append(Line("embedding", model.embed_bytes, model.origin))
-    if stage == len(part) - 1:
-        lines.append(Line("output head", model.head_bytes, model.origin))
-    names = ["workspace_bytes", "activation_peak_bytes", "graph_bytes", "context_bytes"]
-    if 0 < stage < len(part) - 1:
-        names.append("middle_stage_bytes")
-    lines += [Line(n.removesuffix("_bytes").replace("_", " "), *_rule(n)) for n in names]
-    # The article's activation peak already holds its 96 MiB arena; only a larger wish costs more.
-    if arena > 96 * MIB:
-        lines.append(Line("arena above 96 MiB", arena - 96 * MIB, "wished"))
-    return tuple(lines)
-
-
-def _place(
-    s: Shapes, model: Model, gpus: Sequence[Gpu], wished: tuple[int, ...] | None, arena: int
-) -> tuple[tuple[int, ...], tuple[Stage, ...]]:
-    """The partition whose fullest stage is least full, and its stages without the KV pool."""
-    best: tuple[tuple, tuple[int, ...], tuple[Stage, ...]] | None = None
-    for part in [wished] if wished else budget.partitions(s, len(gpus)):
-        if s.table_layer_ids and part[0] < max(s.table_layer_ids):
-            continue
-        stages = tuple(
-            Stage(g.index, g.name, (a, b - 1), g.free_bytes, _fixed_lines(s, model, part, i, arena))
-            for i, (g, (a, b)) in enumerate(zip(gpus, bounds(part), strict=True))
-        )
-        left = sorted(st.available_bytes - st.used_bytes for st in stages)
-        if best is None or left > best[0]:
-            best = (left, part, stages)
-    if best is None:
-        raise Refusal(
-            f"no split of {s.layers} layers over {len(gpus)} cards keeps table layer {max(s.table_layer_ids)} on the first",
-            f"use fewer cards, or FLASHNEXT_LAYER_PARTITION with a first stage of at least {max(s.table_layer_ids)} layers",
-            Exit.PLAN,
-        )
-    _, part, stages = best
-    over = [st for st in stages if st.used_bytes >= st.available_bytes]
-    if over:
-        worst = max(over, key=lambda st: st.used_bytes - st.available_bytes)
-        raise Refusal(
-            f"card {worst.gpu} ({worst.name}) has {format_gib(worst.available_bytes)} free, and layers {worst.layers[0]}-{worst.layers[1]} "
-            f"need {format_gib(worst.used_bytes)} before any K/V",
-            _what_would_fit(s, model, gpus, arena),
-            Exit.PLAN,
-        )
-    return part, stages
-
-
-def _what_would_fit(s: Shapes, model: Model, gpus: Sequence[Gpu], arena: int) -> str:
-    """The fewest cards like the largest of these that would hold the model, in words."""
-    largest = max(gpus, key=lambda g: g.free_bytes)
-    for n in range(len(gpus) + 1, len(budget.groups(s)) + 1):
-        for part in budget.partitions(s, n):
-            need = max(sum(line.bytes for line in _fixed_lines(s, model, part, i, arena)) for i in range(n))
-            if need < largest.free_bytes:
-                return f"{n} cards like {largest.name} hold it ({format_gib(need)} on the fullest)"
-    return f"no number of cards like {largest.name} holds it: use cards of 24 GB or more"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kv:
-    layout: KvLayout
-    blocks: int
-    card_bytes: int
-    host_bytes: int
-    context: int
-    source: str
-    reason: str
-    host_lines: tuple[Line, ...]
-
-
-def _blocks(
-    machine: Machine,
-    s: Shapes,
-    wishes: Wishes,
-    host_pool: bool,
-    partition: Sequence[int],
-    stages: Sequence[Stage],
-    context: int,
-    streams: int,
-    notes: list[str],
-) -> _Kv:
-    """Blocks of the pool: one full request and a start for every other stream at least, the measured rule at most."""
-    layout = budget.kv_layout(s, partition, host_pool)
-    room = min(st.available_bytes - st.used_bytes for st in stages)
-    card_cap = layout.blocks(room)
-    engine_ram, engine_source = _rule("engine_ram_bytes")
-    cache_ram, _cache_source = _rule("page_cache_bytes")
-    ram = machine.ram_available_bytes
-    if ram is None:
-        raise Refusal("how much RAM is available cannot be read", "run where /proc/meminfo is readable", Exit.PLAN)
-    if ram < engine_ram + cache_ram:
-        raise Refusal(
-            f"{format_gib(ram)} of RAM are available, and the engine alone needs {format_gib(engine_ram + cache_ram)}",
-            f"free {format_gib(engine_ram + cache_ram - ram)} or raise the container's limit",
-            Exit.PLAN,
-        )
-    host_cap_bytes = ram - engine_ram - cache_ram
-    if wishes.value("host_kv_max"):
-        host_cap_bytes = min(host_cap_bytes, wishes.value("host_kv_max"))
-    per_block = layout.host_bytes(1)
-    cap = min(card_cap, host_cap_bytes // per_block) if host_pool else card_cap
-
-    def least(tokens: int) -> int:
-        # one request of `tokens`, a first block for each other stream, the null block, and one spare so that none waits for ever
-        return layout.needed(tokens, 1) + layout.per_request(1) * (streams - 1) + 1
-
-    limit = "card" if card_cap == cap else "host RAM"
-    if least(context) > cap:
-        fits = max((t for t in range(4096, context, 4096) if least(t) <= cap), default=0)
-        short = (least(context) - cap) * (layout.page_bytes if limit == "card" else per_block)
-        if wishes["context"].wished or fits == 0:
-            fix = f"ask for a context of at most {fits}" if fits else f"fewer streams than {streams}, or more memory"
-            raise Refusal(
-                f"a request of {context} tokens needs {least(context)} blocks and the {limit} holds {cap}: {format_gib(short)} are missing",
-                fix,
-                Exit.PLAN,
-            )
-        notes.append(f"context lowered from {context} to {fits}: the {limit} is {format_gib(short)} short of the whole")
-        context = fits
-    wished = wishes.value("kv_cache_memory")
-    if wished is not None:
-        blocks, card_bytes, source, reason = layout.blocks(wished), wished, "wished", wishes["kv_cache_memory"].source
-        if blocks < least(context):
-            raise Refusal(
-                f"a KV memory of {wished} bytes gives {blocks} blocks, and {context} tokens with {streams} streams need {least(context)}",
-                f"ask for at least {least(context) * layout.page_bytes} bytes, or a shorter context",
-                Exit.PLAN,
-            )
-        if blocks > cap:
-            raise Refusal(
-                f"a KV memory of {wished} bytes needs {format_gib(blocks * layout.page_bytes)} on every card and {format_gib(layout.host_bytes(blocks))} of host RAM; "
-                f"the {limit} holds {cap} of {blocks} blocks",
-                f"ask for at most {(cap + 1) * layout.page_bytes - 1} bytes",
-                Exit.PLAN,
-            )
-    else:
-        measured, where = _rule("kv_cache_memory_bytes")
-        want = layout.needed(context, streams) + streams
-        if list(partition) == thumb()["kv_cache_memory_bytes"]["partition"] and want <= layout.blocks(measured) <= cap:
-            blocks, card_bytes, source, reason = layout.blocks(measured), measured, "rule", where
-        else:
-            blocks = max(least(context), min(want, cap))
-            card_bytes = blocks * layout.page_bytes
-            bound = (
-                f"{streams} full requests and a spare block each" if blocks == want else f"as many as the {limit} holds"
-            )
-            source, reason = "derived", f"{blocks} blocks of {layout.page_bytes} bytes: {bound}"
-    host_bytes = layout.host_bytes(blocks)
-    host_lines = [Line("engine processes", engine_ram, engine_source)]
-    if host_pool:
-        layer = layout.host_layer_bytes(blocks)
-        rounded = budget.power_of_two(layer) * layout.qsa_layers
-        host_lines.insert(0, Line(f"K/V of {layout.qsa_layers} layers, page-locked exactly", host_bytes, "derived"))
-        notes.append(
-            f"a pinned allocator that rounds to powers of two would take {format_gib(rounded)} for the same K/V"
-        )
-    else:
-        host_bytes = 0
-    used = sum(line.bytes for line in host_lines)
-    host_lines.append(Line("left as page cache for the table", ram - used, "measured"))
-    return _Kv(
-        layout=layout,
-        blocks=blocks,
-        card_bytes=card_bytes,
-        host_bytes=host_bytes,
-        context=context,
-        source=source,
-        reason=reason,
-        host_lines=tuple(host_lines),
-    )
+        return (False,)
+    return {"on": (True,), "off": (False,)}.get(wished, (False, True))
 
 
 def _utilization(gpus: Sequence[Gpu]) -> float:

@@ -13,8 +13,8 @@ from typing import Any
 
 from .budget import Shapes, bounds
 from .errors import Exit, Refusal
-from .machine import Machine
-from .units import format_gib
+from .machine import UNLIMITED, Machine
+from .units import GIB, format_gib
 from .wishes import Wishes
 
 
@@ -110,6 +110,89 @@ def _shm(machine: Machine) -> None:
         raise Refusal(
             f"/dev/shm holds {format_gib(machine.shm_total_bytes)}, and the engine's processes talk through it",
             "start the container with shm_size: 8gb, as compose.yaml does",
+            Exit.PLAN,
+        )
+
+
+def check_extra(
+    pairs: Sequence[tuple[str, str | None]], s: Shapes, block_size: int, chunk: int, machine: Machine
+) -> None:
+    """The user's arguments whose refusal has numbers of this plan. `pairs` are (flag, value). Raises Refusal (code 3)."""
+    for flag, value in pairs:
+        if flag in ("--tensor-parallel-size", "-tp"):
+            _tensor_parallel(flag, value, s)
+        if flag == "--enable-prefix-caching":  # C7
+            raise Refusal(
+                f"{flag}: prefill would be cut at blocks of {block_size} tokens, and a step has {chunk}: no request would be scheduled",
+                f"leave {flag} out",
+                Exit.PLAN,
+            )
+        if flag == "--kv-cache-dtype" and (value or "").startswith("fp8"):  # C12
+            old = [g.index for g in machine.gpus if g.compute_capability == (8, 6)]
+            where = (
+                f"does not compile on compute capability 8.6 (cards {', '.join(map(str, old))})" if old else "is BF16"
+            )
+            raise Refusal(
+                f"{flag} {value}: K/V of this engine's sparse attention {where if old else where + ' only in vLLM 0.30.0'}",
+                f"leave {flag} out: a K/V row is 2 B a value",
+                Exit.PLAN,
+            )
+
+
+def _tensor_parallel(flag: str, value: str | None, s: Shapes) -> None:
+    """Rule 6 of the planner: which widths a number of cards per layer does not divide."""
+    n = int(value) if (value or "").isdigit() else 0
+    if n == 1:
+        return
+    widths = {
+        "hidden size": s.hidden,
+        "linear key heads": s.linear_num_key_heads,
+        "experts": s.experts,
+        "expert width": s.moe_inner,
+        "K/V heads": s.num_key_value_heads,
+    }
+    bad = [f"{what} {width}" for what, width in widths.items() if n and width % n]
+    why = f"{n} divides not {', '.join(bad)}" if bad else "the host pool and the table belong to one card per stage"
+    raise Refusal(
+        f"{flag} {value}: {why}", f"leave {flag} out: layers are split over the cards, 1 card a layer", Exit.PLAN
+    )
+
+
+def check_table_disk(
+    machine: Machine, table_bytes: int | None, left_bytes: int, thumb: Mapping[str, Mapping[str, Any]], s: Shapes
+) -> list[str]:
+    """C32: the table's disk, in words; a hard disk is refused where RAM does not hold the table either. Raises Refusal (code 3)."""
+    notes = []
+    mount = machine.mounts.get("model")
+    if mount is None or table_bytes is None:
+        return notes
+    share = min(1.0, left_bytes / table_bytes)
+    if mount.kind == "hdd" and left_bytes < table_bytes:
+        reads = thumb["hdd_reads_s"]["value"]
+        raise Refusal(
+            f"the table ({format_gib(table_bytes)}) lies on a hard disk, about {reads} random reads a second, and RAM keeps {share:.0%} of it",
+            f"move the checkpoint to an NVMe drive, or add {math.ceil((table_bytes - left_bytes) / GIB)} GiB of RAM so that the table stays there",
+            Exit.PLAN,
+        )
+    if mount.kind == "network":
+        notes.append(
+            f"the checkpoint lies on {mount.fs_type}: each token reads the table at random; RAM keeps {share:.0%} of its {format_gib(table_bytes)}"
+        )
+    data = machine.mounts.get("data")
+    if data is not None and data.free_bytes is not None and data.free_bytes < table_bytes:
+        notes.append(
+            f"a flat copy of the table takes {format_gib(table_bytes)}, and the data disk has {format_gib(data.free_bytes)} free"
+        )
+    return notes
+
+
+def check_memlock(machine: Machine, pool_bytes: int) -> None:
+    """C17: a limit on locked memory below the pool. Raises Refusal (code 3)."""
+    limit = machine.memlock_bytes
+    if limit is not None and limit != UNLIMITED and not machine.ipc_lock and limit < pool_bytes:
+        raise Refusal(
+            f"{format_gib(limit)} of memory may be locked (RLIMIT_MEMLOCK), and the K/V pool takes {format_gib(pool_bytes)}",
+            "lift it: compose.yaml sets ulimits memlock: -1; outside Docker: ulimit -l unlimited",
             Exit.PLAN,
         )
 

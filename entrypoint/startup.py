@@ -86,6 +86,13 @@ class Report:
                         name, value = name.removesuffix("_gib"), value * GIB
                     self.figures[name, rank if pattern.rank else None] = value
 
+    def said(self, name: str, rank: int | None) -> float | None:
+        """A figure, None where it was not said. `pool` is the sum over the stages that named theirs."""
+        if name != "pool":
+            return self.figures.get((name, rank))
+        layers = {at: n for (figure, at), n in self.figures.items() if figure == "pool_layers"}
+        return sum(n * self.figures["pool_layer", at] for at, n in layers.items()) if layers else None
+
     def _rank(self, line: str) -> int:
         found = self._process.search(line)
         if found is None:
@@ -168,11 +175,10 @@ class Verdict:
 
 def compare(plan: Plan, report: Report) -> Verdict:
     """Every figure that the plan has, beside the engine's."""
-    said = report.figures
     out = []
     for check in checks():
         for (name, rank), planned in _planned(plan, check).items():
-            out.append(Compared(check=check, rank=rank, planned=planned, reported=said.get((name, rank))))
+            out.append(Compared(check=check, rank=rank, planned=planned, reported=report.said(name, rank)))
     return Verdict(tuple(out))
 
 
@@ -197,6 +203,8 @@ def _planned(plan: Plan, check: Check) -> dict[Key, float]:
             return {}
         # The plan leaves out the block that vLLM keeps for itself; vLLM's own report counts it in.
         return {(name, None): requests * blocks / (blocks - 1) * capacity["context"]}
+    if name == "pool":
+        return {(name, None): capacity["host_pool_bytes"]} if capacity.get("host_pool_bytes") else {}
     if name == "kv":
         if plan.device == "cpu":
             space = plan.env.get("VLLM_CPU_KVCACHE_SPACE")

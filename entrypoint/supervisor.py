@@ -29,6 +29,7 @@ from . import boot, startup
 from .boot import Follower, StateFile
 from .errors import Exit, Refusal
 from .plan import Plan
+from .units import format_gib
 
 STOP_MARGIN_S = 2.0
 HUNG_GRACE_S = 60.0
@@ -206,10 +207,13 @@ class Supervisor:
         state = self.state.state
         if self.served or state.deadline_s is None or time.time() < state.deadline_s:
             return None
+        stuck = f"the boot is stuck: {state.label} takes longer than {time.time() - state.since_s:.0f} s"
+        with self._lock:
+            known = boot.explain(self.tail)
+        if known:
+            return Refusal(f"{stuck}: {known[0][0].error}", known[0][0].fix, Exit.ENGINE_START)
         return Refusal(
-            f"the boot is stuck: {state.label} takes longer than {time.time() - state.since_s:.0f} s",
-            "see the engine's last lines above; FLASHNEXT_BOOT_TIMEOUT raises the limit",
-            Exit.ENGINE_START,
+            stuck, "see the engine's last lines above; FLASHNEXT_BOOT_TIMEOUT raises the limit", Exit.ENGINE_START
         )
 
     def _hung(self) -> Refusal | None:
@@ -231,16 +235,32 @@ class Supervisor:
 
     def _died(self, status: int) -> Refusal:
         how = f"was killed by signal {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
-        known = boot.explain(self.tail)
+        with self._lock:
+            known = boot.explain(self.tail)
         code = Exit.ENGINE_DIED if self.served else Exit.ENGINE_START
         when = "" if self.served else f" while {self.state.state.label}"
         if known:
-            return Refusal(f"the engine {how}{when}: {known[0][0].error}", known[0][0].fix, code)
+            row = known[0][0]
+            return Refusal(
+                f"the engine {how}{when}: {row.error}",
+                row.fix + (self._needs() if row.id == "ram-killed" else ""),
+                code,
+            )
         if status == -signal.SIGKILL:
-            return Refusal(f"the engine {how}{when}", "most often memory: see `dmesg` and the container's limit", code)
+            return Refusal(
+                f"the engine {how}{when}",
+                f"most often memory: see `dmesg` and the container's limit{self._needs()}",
+                code,
+            )
         return Refusal(
             f"the engine {how}{when}", "see its last lines above, or run `flashnext explain` on the log", code
         )
+
+    def _needs(self) -> str:
+        """How much RAM the plan counts on, as the end of a sentence."""
+        lines = self.plan.host if self.plan else ()
+        need = sum(line.bytes for line in lines if not line.what.startswith("left"))
+        return f"; the plan needs {format_gib(need)} of RAM beside the page cache" if need else ""
 
     def _fail(self, refusal: Refusal) -> int:
         self.state.update("failed", exit_code=int(refusal.code), reason=refusal.message, pid=None)

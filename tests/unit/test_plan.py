@@ -118,9 +118,14 @@ def test_a_box_that_is_too_small_is_told_what_would_do(cards):
 def test_little_ram_lowers_the_pool_then_the_context_then_refuses():
     assert make(ram="64GiB").capacity["blocks"] < 171
     assert make(ram="64GiB").capacity["context"] == 262_144
-    low = make(ram="42GiB")
-    assert 4_096 <= low.capacity["context"] < 262_144
-    assert any("context lowered" in n for n in low.notes)
+    low = make(ram="42GiB")  # one whole request comes before the other streams
+    assert (low.capacity["context"], low.capacity["streams"]) == (262_144, 3)
+    assert any("streams lowered" in n for n in low.notes)
+    on_host = {"FLASHNEXT_HOST_KV": "on"}
+    lower = make(ram="30GiB", environ=on_host)
+    assert 4_096 <= lower.capacity["context"] < 262_144
+    assert any("context lowered" in n for n in lower.notes)
+    assert "GiB" in refused(ram="23GiB", environ=on_host).fix
     assert refused(ram="16GiB").code == Exit.PLAN
 
 
@@ -133,7 +138,7 @@ def test_cgroup_counts_like_ram():
 
 
 def test_a_wished_context_is_not_lowered_silently():
-    e = refused(ram="42GiB", environ={"FLASHNEXT_CONTEXT": "262144"})
+    e = refused(ram="30GiB", environ={"FLASHNEXT_CONTEXT": "262144", "FLASHNEXT_HOST_KV": "on"})
     assert "missing" in e.message and "at most" in e.fix
 
 
