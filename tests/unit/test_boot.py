@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -63,12 +64,87 @@ def test_limits_grow_with_the_checkpoint_and_a_wish_replaces_them():
             "vram-start",
         ),
         ("CUDA error: system has unsupported display driver / cuda driver combination", "driver-too-old"),
+        # C2: the engine's suggestion, and the long prompt that dies of it later
+        (
+            "config with `--kv-cache-memory=1234` (1.2 GiB) to fit into requested memory\n"
+            "Replace gpu_memory_utilization config with `--kv-cache-memory=1234`\ntorch.OutOfMemoryError: CUDA out of memory.",
+            "vram-suggested",
+        ),
+        (
+            "(APIServer pid=1) INFO:     Application startup complete.\n(Worker_PP1 pid=3) ERROR torch.OutOfMemoryError: x",
+            "vram-serving",
+        ),
+        # C10: as a worker's log prints it, and as a generator hides it
+        (
+            '(Worker_PP1 pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:1049]   File "/x/vllm/v1/worker/utils.py", line 426, in allocate_kv_cache\n'
+            "(Worker_PP1 pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:1049]     group_id, group = next(\n"
+            "(Worker_PP1 pid=9) ERROR 11-30 10:00:00 [multiproc_executor.py:1049] StopIteration",
+            "unpatched-kv",
+        ),
+        ("(EngineCore pid=22) ERROR 11-30 10:00:00 [core.py:1] StopIteration", "unpatched-kv"),
+        ("RuntimeError: generator raised StopIteration", "unpatched-kv"),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (262144), (6.0 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB).",
+            "kv-small",
+        ),
+        # C14
+        (
+            "(EngineCore pid=5) ERROR 11-30 10:00:00 [multiproc_executor.py:314] Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down executor.",
+            "ram-killed",
+        ),
+        ("server-1 exited with code 137", "ram-killed"),
+        ("[123.4] Memory cgroup out of memory: Killed process 77 (VLLM::Worker_PP)", "ram-killed"),
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -7), shutting down executor.", "bus-error"),
+        # C19
+        (
+            "\n".join(
+                ["(EngineCore pid=1) INFO Initializing a V1 LLM engine (v0.30.0) with config: x", "ValueError: y"] * 3
+            ),
+            "restarts",
+        ),
+        # C22
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=SEND)", "nccl-hang"),
+        (
+            "INFO [shm_broadcast.py:1] No available shared memory broadcast block found in 60 seconds. This typically",
+            "nccl-hang",
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x, ncclUnhandledCudaError: Call to CUDA function failed.",
+            "nccl",
+        ),
+        ("Failed to initialize NVML: Unknown Error", "nvml"),
+        ("triton error: type fp8e4nv not supported in this architecture", "fp8-kv"),
     ],
 )
 def test_known_failures(line, known):
     found = boot.explain(["before", *line.split("\n"), "after"])
-    assert known in [row.id for row, _ in found]
+    assert found[0][0].id == known
     assert all(row.error and row.fix and "\n" not in row.error + row.fix for row, _ in found)
+
+
+def test_a_narrower_cause_is_told_in_the_place_of_a_general_one():
+    lines = ["INFO:     Application startup complete.", "torch.OutOfMemoryError: CUDA out of memory."]
+    assert [row.id for row, _ in boot.explain(lines)] == ["vram-serving"]
+    assert [row.id for row, _ in boot.explain(lines[1:])] == ["vram"]
+    ids = [row.id for row in boot.fingerprints()]
+    assert len(set(ids)) == len(ids)
+    for row in boot.fingerprints():
+        assert all(ids.index(general) > ids.index(row.id) for general in row.covers), row.id
+
+
+def test_waiting_and_restarts_that_ended_well_are_no_failure():
+    boot_lines = [line for line, _ in LOG]
+    wait = "INFO [shm_broadcast.py:1] No available shared memory broadcast block found in 60 seconds."
+    assert boot.explain([*boot_lines[:4], wait, *boot_lines[4:]] * 4) == []
+
+
+def test_a_long_log_is_read_in_a_second():
+    line = "(EngineCore pid=1) INFO 11-30 10:00:00 [core.py:123] Initializing a V1 LLM engine (v0.30.0) with config: x"
+    log = [line, *["(Worker pid=2) INFO 11-30 10:00:00 [x.py:1] " + "y" * 100] * 600] * 35
+    began = time.monotonic()
+    assert [row.id for row, _ in boot.explain(log)] == ["restarts"]
+    assert boot.explain([*log[:601], LOG[-1][0], *log[:601]]) == []
+    assert time.monotonic() - began < 5
 
 
 def test_a_refusal_of_the_engine_package_is_told_in_its_own_words():

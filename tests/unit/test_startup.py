@@ -35,6 +35,7 @@ def card_log(weights=(21.15, 20.52, 21.14), free=(23.34, 23.34, 23.34), tokens="
             f"(Worker pid={pid}) INFO 11-30 10:00:01 [parallel_state.py:2267] rank {rank} in world size 3 is assigned as DP rank 0, PP rank {rank}, PCP rank 0, TP rank 0, ETP rank 0, EP rank N/A, EPLB rank N/A",
             f"\x1b[0;36m({named} pid={pid})\x1b[0;0m INFO 11-30 10:01:00 [model_runner.py:428] Model loading took {w} GiB memory and 61.862142 seconds",
             f"(Worker_PP{rank} pid={pid}) INFO 11-30 10:01:30 [gpu_worker.py:559] Initial free memory {f} GiB, reserved 0.51 GiB memory for KV Cache {reserved} This does not respect the gpu_memory_utilization config.",
+            f"(Worker_PP{rank} pid={pid}) INFO 11-30 10:01:40 [host_kv.py:293] K/V pool of 4 QSA layer(s) of this stage: 171 blocks of 12160 tokens, 4258529280 bytes a layer, 15.86 GiB here and 47.59 GiB in all stages of 60.00 GiB allowed, registered in 9.1 s; on node 0",
             f"(Worker_PP{rank} pid={pid}) INFO 11-30 10:02:30 [model_runner.py:1066] Graph capturing finished in 3 secs, took 0.06 GiB",
         ]
     return [
@@ -64,8 +65,8 @@ CARDS = Plan(
     port=8000,
     settings=(Setting("arg", "--kv-cache-memory-bytes", "550000000", "rule", "x"),),
     stages=(stage(0, int(20.91 * GIB)), stage(1, int(20.31 * GIB)), stage(2, int(20.91 * GIB))),
-    capacity={"context": 262144, "blocks": 171, "block_size": 12160, "full_requests": 4.72},
-)
+    capacity={"context": 262144, "blocks": 171, "block_size": 12160, "full_requests": 4.72, "host_pool_bytes": 51_102_351_360},
+)  # fmt: skip
 CPU = dataclasses.replace(
     CARDS,
     device="cpu",
@@ -86,7 +87,7 @@ def test_a_true_cpu_boot_agrees():
 
 def test_three_stages_agree_in_every_figure():
     verdict = startup.compare_lines(CARDS, card_log())
-    assert verdict.deviations == () and len(verdict.said) == len(verdict.figures) == 4 + 4 * 3
+    assert verdict.deviations == () and len(verdict.said) == len(verdict.figures) == 5 + 4 * 3
     assert len(verdict.lines()) == 1 and "171, 171 planned" in verdict.lines()[0]
 
 
@@ -96,6 +97,7 @@ def test_three_stages_agree_in_every_figure():
         (card_log(weights=(21.71, 21.67, 21.67)), ["weights of rank 0 21.71 GiB, 21.11 GiB planned (+2.9%", "rank 1", "rank 2"]),
         (card_log(weights=(21.15, 21.67, 21.14)), ["weights of rank 1 21.67 GiB, 20.51 GiB planned (+5.7%"]),
         (card_log(free=(23.34, 23.34, 22.9)), ["memory free before loading of rank 2 22.90 GiB, 23.34 GiB planned (-1.9%"]),
+        ([line.replace("4258529280", "4294967296") for line in card_log()], ["K/V in host RAM 48.00 GiB, 47.59 GiB planned (+0.9%"]),
         (card_log(tokens="25,122"), ["K/V 25,122 tokens, 1,24"]),
         (card_log(context="262,143"), ["longest request 262,143 tokens, 262,144 tokens planned"]),
         ([*card_log(), 'vllm:cache_config_info{block_size="1568",num_gpu_blocks="224"} 1.0'], ["blocks 224, 171 planned", "block size 1,568"]),

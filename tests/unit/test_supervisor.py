@@ -130,6 +130,14 @@ def test_a_phase_that_takes_too_long_is_named_and_is_6(tmp_path):
     assert code == 6 and "loading weights takes longer" in err
 
 
+def test_a_stuck_boot_names_a_known_cause(tmp_path):
+    program = (
+        "print('Starting to load model x')\nprint('No available shared memory broadcast block found in 60 seconds.')\n"
+    )
+    code, _, err = ended(start(tmp_path, program + WAIT, limit=1.0))
+    assert code == 6 and "loading weights takes longer" in err and "the stages wait for each other" in err
+
+
 def test_hung_for_longer_than_the_grace_is_7(tmp_path):
     process = start(tmp_path, SERVING + WAIT)
     until(tmp_path, "serving")
