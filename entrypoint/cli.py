@@ -1,7 +1,7 @@
 """`flashnext`: the command line inside the image and on a laptop.
 
     flashnext plan [--simulate 3x3090 --ram 125GiB] [--what-if ram=64GiB] [--json] [--explain] [wishes]
-    flashnext doctor [--json] [wishes]        check this box point by point
+    flashnext doctor [--json] [--report FILE] [wishes]   check this box point by point
     flashnext prepare [wishes]                everything before the engine, once
     flashnext serve [wishes]                  prepare, start vLLM and stay with it
     flashnext fetch [REPO|FOLDER] [--to DIR]  bring a checkpoint here, resumed and verified
@@ -192,13 +192,24 @@ def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: 
 
 
 @app.command(context_settings=_WISHES)
-def doctor(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
+def doctor(
+    ctx: typer.Context,
+    as_json: Json = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Also write a redacted report for a bug report to this new file.")
+    ] = None,
+    env_file: EnvFile = Path(".env"),
+) -> None:
     """Check this box point by point: PASS, WARN or FAIL, one fix each."""
-    findings = doctor_.examine(_wishes(ctx, env_file))
+    seen = doctor_.look(_wishes(ctx, env_file))
+    findings = doctor_.judge(seen)
     if as_json:
         print(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
     else:
         doctor_.show(findings, console())
+    if report is not None:
+        doctor_.write_report(report, seen, findings, os.environ)
+        sys.stderr.write(f"flashnext: wrote {report}; read it once before you send it\n")
     worst = max((f.code for f in findings if f.verdict == "FAIL"), default=Exit.OK)
     raise typer.Exit(int(worst))
 
