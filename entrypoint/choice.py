@@ -6,7 +6,7 @@ The objective, in this order, every step bounded by the fullest card and by host
 3. as many whole requests of that context at once as there are streams, with a spare block each, so that none waits for ever;
 4. the largest chunk of rules.yaml: a smaller one frees memory and slows prefill;
 5. what is left of host RAM is page cache: the pool is not made larger than 3 asks for.
-Among equals: K/V on the cards (no PCIe), more cards, stages of whole (linear x 3 + full) groups, the largest smallest rest of a card.
+Among equals: K/V on the cards (no PCIe), stages of whole (linear x 3 + full) groups, more cards, the largest smallest rest of a card.
 
 Candidates: every split in whole groups. Where none of them meets the whole wish, also the best split in single layers, found by
 dynamic programming for each number of QSA layers of the fullest stage, because block size and groups follow from that number.
@@ -103,10 +103,10 @@ def least_blocks(layout: KvLayout, context: int, streams: int) -> int:
     return layout.needed(context, 1) + layout.per_request(1) * (streams - 1) + 1
 
 
-def arena_bytes(layout: KvLayout, wished_bytes: int) -> int:
-    """Whole blocks of one layer's K/V, one at least; 0 without a host pool."""
-    block = layout.block_size * layout.host_row_bytes
-    return max(1, wished_bytes // block) * block if block else 0
+def arena_bytes(block_tokens: int, host_row_bytes: int, wished_bytes: int) -> int:
+    """Whole blocks of one layer's K/V, two at least (one is copied while the other is read); 0 without a host pool."""
+    block = block_tokens * host_row_bytes
+    return max(2, wished_bytes // block) * block if block else 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Search:
             rows=chunk,
             context=context,
             logits_limit_bytes=self.asked.logits_limit_bytes,
-            arena_bytes=arena_bytes(layout, self.asked.arena_bytes),
+            arena_bytes=arena_bytes(layout.block_size, layout.host_row_bytes, self.asked.arena_bytes),
         )
 
     @cached_property
@@ -210,9 +210,12 @@ class Search:
         """What makes a choice better, most important first."""
         used = (c.blocks * page for page in c.layout.stage_pages)
         left = sorted(r - u for r, u in zip(self.rooms(c.partition, c.step, c.streams), used, strict=True))
+        return (*self.objective(c), not c.host_pool, self.in_groups(c), len(c.gpus), left)
+
+    def in_groups(self, c: Choice) -> bool:
+        """Whether every stage is made of whole groups."""
         ends = set(accumulate(budget.groups(self.cards.shapes)))
-        whole = all(stop in ends for _, stop in bounds(c.partition))
-        return (*self.objective(c), not c.host_pool, len(c.gpus), whole, left)
+        return all(stop in ends for _, stop in bounds(c.partition))
 
     def best(self) -> Choice | None:
         """The best choice, or None where nothing fits."""
@@ -282,7 +285,7 @@ class Search:
                 rows=chunk,
                 context=self.asked.contexts[1],
                 logits_limit_bytes=self.asked.logits_limit_bytes,
-                arena_bytes=max(1, self.asked.arena_bytes // (p.block * row)) * p.block * row if row else 0,
+                arena_bytes=arena_bytes(p.block, row, self.asked.arena_bytes),
             )
             reach: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {(0, False): (1 << 62, ())}
             for i, gpu in enumerate(self.gpus):
@@ -322,7 +325,7 @@ def choose(cards: Cards, gpus: Sequence[Gpu], asked: Asked) -> tuple[Choice | No
             search = Search(cards, row, asked)
             searches.append((search.best(), search))
             found = searches[-1][0]
-            if found is not None and search.objective(found) == search.whole_wish:
+            if found is not None and search.objective(found) == search.whole_wish and search.in_groups(found):
                 break
         smallest = min(range(len(row)), key=lambda at: (row[at].free_bytes, -at))
         row = row[:smallest] + row[smallest + 1 :]

@@ -152,7 +152,7 @@ def _tensor_parallel(flag: str, value: str | None, s: Shapes) -> None:
         "K/V heads": s.num_key_value_heads,
     }
     bad = [f"{what} {width}" for what, width in widths.items() if n and width % n]
-    why = f"{n} divides not {', '.join(bad)}" if bad else "the host pool and the table belong to one card per stage"
+    why = f"{n} does not divide {', '.join(bad)}" if bad else "the host pool and the table belong to one card per stage"
     raise Refusal(
         f"{flag} {value}: {why}", f"leave {flag} out: layers are split over the cards, 1 card a layer", Exit.PLAN
     )
