@@ -5,9 +5,10 @@ Rule order
    a row of 320 B costs at least one page.
 2. Past the page cache with O_DIRECT, so that a warm cache does not speak for the disk. Where the file system does not know it, the
    cache is asked to let go of each place first (POSIX_FADV_DONTNEED) and the result says `direct=False`: an upper bound.
-3. Twice: one read after another, then `DEPTH` side by side, as the 16 rows of one token are asked for together. Each part ends after
+3. A file with a hole among these bytes was never written there, and a hole costs no read: it is named in the place of a rate.
+4. Twice: one read after another, then `DEPTH` side by side, as the 16 rows of one token are asked for together. Each part ends after
    `reads` reads or half of `limit_s`.
-4. A disk that does not answer (a hung NFS mount holds its reader in the kernel for ever) is given up on after `patience_s`; the
+5. A disk that does not answer (a hung NFS mount holds its reader in the kernel for ever) is given up on after `patience_s`; the
    reader is a daemon thread and dies with the process.
 """
 
@@ -64,6 +65,21 @@ class Probe:
         return None if self.rows_deep_s is None else self.rows_deep_s / ROWS_PER_TOKEN
 
 
+class _Hole(Exception):
+    """A piece has bytes that were never written."""
+
+
+def _hole(descriptor: int, start: int, end: int) -> int | None:
+    """The first byte of [start, end) that the file system has no data for; None where it has all, or does not tell."""
+    if end <= start or not hasattr(os, "SEEK_HOLE"):
+        return None
+    try:
+        hole = os.lseek(descriptor, start, os.SEEK_HOLE)
+    except OSError:
+        return None
+    return hole if hole < end else None
+
+
 class _Reader:
     """The pieces as files that are open for reading; `at(n)` reads the n-th page of all of them."""
 
@@ -78,6 +94,9 @@ class _Reader:
                     self._files[piece.file] = os.open(piece.file, os.O_RDONLY | os.O_CLOEXEC)
                 start = -(-piece.start // PAGE) * PAGE
                 end = min(piece.start + piece.nbytes, os.fstat(self._files[piece.file]).st_size) // PAGE * PAGE
+                hole = _hole(self._files[piece.file], start, end)
+                if hole is not None:
+                    raise _Hole(f"{piece.file.name} has a hole at byte {hole:,}: what belongs there was never written")
                 if end > start:
                     self._pages.append((self.pages, self._files[piece.file], start))
                     self.pages += (end - start) // PAGE
@@ -181,6 +200,8 @@ def _probe(pieces: Sequence[Piece], reads: int, limit_s: float, seed: int | None
         reader = _Reader(pieces)
     except OSError as e:
         return Probe(trouble=f"cannot be read: {e.strerror}")
+    except _Hole as e:
+        return Probe(trouble=str(e))
     try:
         # Each place once: a second read of it could come from the disk's own cache.
         places = random.Random(seed).sample(range(reader.pages), min(2 * reads, reader.pages))

@@ -486,7 +486,9 @@ def _probe(seen: Seen) -> Finding | None:
             point,
             "FAIL" if is_hung else "WARN",
             found.trouble,
-            "mend the mount (a network disk that is gone?)" if is_hung else "use the whole checkpoint, on a local disk",
+            "mend the mount (a network disk that is gone?)"
+            if is_hung
+            else "download the whole checkpoint to a local disk",
             int(Exit.TABLE) if is_hung else int(Exit.OK),
         )
     words = (
@@ -636,7 +638,7 @@ def show(findings: list[Finding], out: Console) -> None:
 
 
 def as_report(seen: Seen, findings: list[Finding], environ: Mapping[str, str]) -> dict[str, Any]:
-    """What a bug report holds, not yet redacted. `machine` can be planned again: `plan --simulate FILE`."""
+    """What a bug report holds, not yet redacted. `machine` can be planned again: `plan --simulate @FILE`."""
     found = seen.checkpoint
     return {
         "schema": report.SCHEMA,

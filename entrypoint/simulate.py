@@ -1,8 +1,7 @@
 """A box that is not here: `--simulate '2x3090+1x4090' --ram 125GiB` becomes the same `Machine` that machine.py reads.
 
 Rule order
-1. `@FILE`, or a name that ends in .yaml, .yml or .json, is a box in a file (box_file.py); the other options replace what it
-   says.
+1. `@FILE` is a box in a file (box_file.py); the other options replace what it says.
 2. Parts are joined with `+` (or a comma); each is `COUNTxCARD`, `CARDxCOUNT` or `CARD` (one of it), numbered in the order
    given, as CUDA would with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 3. CARD is a size with an optional compute capability (`24GiB@8.6`, `24`), or a name or alias of boards.yaml, capitals,
@@ -245,8 +244,10 @@ def simulate(
     from . import box_file  # which describes its own short words by the functions of this file
 
     name = cards.strip()
-    if name.startswith("@") or re.search(r"\.(ya?ml|json)$", name, re.IGNORECASE):
-        box = box_file.read(Path(name.removeprefix("@")))
+    if name.startswith("@"):
+        box = box_file.read(Path(name[1:]))
+    elif re.search(r"\.(ya?ml|json)$", name, re.IGNORECASE):
+        raise Refusal(f"--simulate {name[:60]!r} names no cards", f"for a box in a file write @{name[:60]}", Exit.USAGE)
     else:
         box = Machine(gpus=tuple(cards_of(cards)), cuda_order="PCI_BUS_ID", simulated=cards)
     return host(box, ram=ram, cgroup=cgroup, disk=disk, wsl=wsl)

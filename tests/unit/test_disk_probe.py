@@ -121,6 +121,18 @@ def test_what_cannot_be_opened_or_ends_early(tmp_path, monkeypatch, file):
     assert "100 of 4096 bytes" in probe([Piece(file, 0, 96 * MB)]).trouble
 
 
+def test_a_hole_is_no_fast_disk(tmp_path):
+    """A shard that was reserved and not filled: reading it costs nothing, and says nothing."""
+    file = tmp_path / "shard.bin"
+    with file.open("wb") as out:
+        out.write(b"x" * (70 * MB))
+        out.truncate(140 * MB)
+        os.fsync(out.fileno())
+    found = probe([Piece(file, 0, 140 * MB)])
+    assert found.rows_s is None and found.trouble.startswith("shard.bin has a hole at byte 73,400,320")
+    assert probe([Piece(file, 0, 70 * MB)], reads=20).trouble is None
+
+
 def test_descriptors_are_given_back(file):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

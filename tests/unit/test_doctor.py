@@ -425,7 +425,7 @@ def test_writable_looks_at_the_nearest_parent_that_is_there(tmp_path):
 
 
 def safetensors(path: Path, tensors: dict[str, int]) -> None:
-    """A file of U8 tensors: name -> bytes; the data is a hole."""
+    """A file of U8 tensors: name -> bytes."""
     header, at = {}, 0
     for name, nbytes in tensors.items():
         header[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [at, at + nbytes]}
@@ -433,7 +433,8 @@ def safetensors(path: Path, tensors: dict[str, int]) -> None:
     text = json.dumps(header).encode()
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
-        out.truncate(8 + len(text) + at)
+        for nbytes in tensors.values():
+            out.write(b"\x01" * nbytes)
 
 
 def test_the_tables_bytes_are_found_in_the_headers(tmp_path):
@@ -585,7 +586,7 @@ def test_a_report_holds_no_planted_secret_and_plans_again(tmp_path):
     assert {f["point"] for f in content["findings"]} >= {"system", "checkpoint", "plan"}
     assert content["checkpoint"]["tensors"] > 0 and "NCCL_SOCKET_IFNAME" in content["environment"]
     assert "AWS_SECRET_ACCESS_KEY" not in content["environment"]
-    box = simulate(str(file))
+    box = simulate(f"@{file}")
     assert box.mem_total_bytes == content["machine"]["mem_total_bytes"]
 
     again = run("--report", file, env=env, cwd=tmp_path)

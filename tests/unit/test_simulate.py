@@ -313,7 +313,7 @@ numa: [{node: 0, total_bytes: 64GiB, free_bytes: 60GiB, cpus: 16}]
 def test_a_box_in_a_file(tmp_path):
     file = tmp_path / "box.yaml"
     file.write_text(BOX)
-    for box in (simulate(str(file)), simulate(f"@{file}")):
+    for box in (simulate(f"@{file}"), simulate(f" @{file} ")):
         assert names(box) == ["RTX 3090", "RTX 3090", "RTX 4090"]
         assert [gpu.index for gpu in box.gpus] == [gpu.nvml_index for gpu in box.gpus] == [0, 1, 2]
         last = box.gpus[2]
@@ -324,7 +324,7 @@ def test_a_box_in_a_file(tmp_path):
         assert (box.driver_version, box.driver_cuda_version) == ("580.95.05", (13, 0))
         assert box.mounts["model"].kind == "network"
         assert box.numa[0].free_bytes == 60 * GIB
-    over = simulate(str(file), ram="60GiB", disk="nvme")
+    over = simulate(f"@{file}", ram="60GiB", disk="nvme")
     assert (over.ram_available_bytes, over.mounts["data"].kind) == (58 * GIB, "nvme")
 
 
@@ -335,7 +335,7 @@ def test_the_facts_of_any_box_read_back(tmp_path):
     for box in (simulate("2x3090+1x4090", ram="64G", disk="hdd"), read_machine(paths={"model": tmp_path, "data": "/"})):
         file = tmp_path / "report.json"
         file.write_text(json.dumps({"schema": 1, "machine": dataclasses.asdict(box)}))
-        again = simulate(str(file))
+        again = simulate(f"@{file}")
         assert dataclasses.replace(again, simulated=box.simulated) == box
 
 
@@ -366,17 +366,19 @@ def test_a_file_that_is_no_box_is_refused_by_its_key(tmp_path, text, words):
     file = tmp_path / "box.yaml"
     file.write_text(text)
     with pytest.raises(Refusal) as refusal:
-        simulate(str(file))
+        simulate(f"@{file}")
     assert words in refusal.value.message and refusal.value.code == Exit.USAGE
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    for name in ("@nowhere", "nowhere.json"):
-        with pytest.raises(Refusal, match="cannot be read"):
-            simulate(name)
+    with pytest.raises(Refusal, match="cannot be read"):
+        simulate("@nowhere")
+    with pytest.raises(Refusal, match="names no cards") as refusal:
+        simulate("nowhere.json")
+    assert refusal.value.fix == "for a box in a file write @nowhere.json"
     (tmp_path / "box.json").write_bytes(b"\xff\xfe")
     with pytest.raises(Refusal, match="is not text"):
-        simulate(str(tmp_path / "box.json"))
+        simulate(f"@{tmp_path / 'box.json'}")
 
 
 KEYS = st.sampled_from(["cards", "gpus", "ram", "cgroup", "disk", "wsl", "mounts", "numa", "p2p", "memlock_bytes", "x"])
