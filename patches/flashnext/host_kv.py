@@ -13,7 +13,7 @@ reads the context (section_prefill).
 What keeps upstream's code right:
 - `layer.kv_cache` stays the placeholder on the card. The zeroing of new blocks goes by it; over the host rows it would write a
   whole block per layer through PCIe for each block id. Host rows are zero at first, and old rows are never selected.
-- Upstream's JIT warm-up takes shapes from the cache; it asks `rows` (patch 0013).
+- Upstream's JIT warm-up takes shapes from the cache; it asks `warm_up` (patch 0013).
 - Caches are also bound to measure CUDA graphs before the number of blocks is known (cache_config.num_gpu_blocks is None then).
   All layers share one small buffer for that; the pool is allocated once, with the real number of blocks.
 - Addresses never change once bound, so captured graphs stay valid; this is asserted at each step that is not a replay.
@@ -32,6 +32,7 @@ import torch
 from vllm.logger import init_logger
 
 from flashnext import block_size, host_pool
+from flashnext.section_prefill import SectionPrefill, Span
 
 logger = init_logger("vllm.flashnext.host_kv")
 
@@ -162,8 +163,8 @@ class Batch:
         lengths = [common.max_seq_len] * common.num_reqs if bound is None else bound[: common.num_reqs].tolist()
         return cls(starts, lengths)
 
-    def spans(self, first_request: int, first_row: int, rows: int) -> list[tuple[int, int, int, int]]:
-        """(request, start, stop, context) of each request from `first_request` on that has rows; rows count from `first_row`.
+    def spans(self, first_request: int, first_row: int, rows: int) -> list[Span]:
+        """The span of each request from `first_request` on that has rows; rows count from `first_row`.
 
         Raises RuntimeError unless they cover exactly the `rows` rows after `first_row`.
         """
@@ -173,7 +174,7 @@ class Batch:
             if start != at or stop < start:
                 raise RuntimeError(f"request {request} has rows {start} to {stop} where row {at} is next")
             if stop > start:
-                found.append((request, start, stop, max(self.lengths[request], stop - start)))
+                found.append(Span(request, start, stop, max(self.lengths[request], stop - start)))
             at = stop
         if at != rows:
             raise RuntimeError(f"requests have {at} of {rows} prefill rows")
@@ -198,12 +199,9 @@ class HostKV:
         self.is_measuring = False  # graphs, over one small buffer
         self._rows: dict[str, torch.Tensor] = {}
         self._addresses: dict[str, int] = {}
-        self.sections: Any = None
         self._say_block()
-        # Now, so that the memory counts as the model's: nothing that is measured later reaches it.
-        device = torch.get_default_device()
-        if device.type != "meta":
-            self._make_sections(device)
+        # Made with the model, so that the memory counts as the model's: nothing that is measured later reaches it.
+        self.sections = self._sections(torch.get_default_device())
 
     @property
     def row_bytes(self) -> int:
@@ -228,19 +226,22 @@ class HostKV:
             self.engine_layers,
         )
 
-    def _make_sections(self, device: torch.device) -> None:
-        from flashnext.section_prefill import SectionPrefill
-
-        self.sections = SectionPrefill(
-            arena_bytes=self.setting.arena_bytes,
-            block_size=self.block_tokens,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            query_heads=self.query_heads,
-            max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
-            selection_width=self.selection_width,
-            device=device,
-        )
+    def _sections(self, device: torch.device) -> SectionPrefill:
+        try:
+            return SectionPrefill(
+                arena_bytes=self.setting.arena_bytes,
+                block_size=self.block_tokens,
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
+                query_heads=self.query_heads,
+                max_rows=self.vllm_config.scheduler_config.max_num_batched_tokens,
+                selection_width=self.selection_width,
+                device=device,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"flashnext: {error}. Fix: another additional_config.flashnext.host_kv.arena_bytes"
+            ) from None
 
     # -- memory
 
@@ -343,6 +344,13 @@ def rows(layer: Any) -> torch.Tensor:
     return layer.kv_cache if layer.host_kv is None else layer.host_kv.rows(layer.layer_name).transpose(1, 2)
 
 
+def warm_up(layer: Any, block_table: torch.Tensor) -> torch.Tensor:
+    """What upstream's warm-up takes its shapes from; the kernels for rows in prefill are compiled beside it."""
+    if layer.host_kv is not None:
+        layer.host_kv.sections.warm_up(layer.host_kv.rows(layer.layer_name), block_table)
+    return rows(layer)
+
+
 def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: torch.Tensor, gate: torch.Tensor) -> bool:
     """Attention of a batch that has rows in prefill, into `output` [rows, heads, dim]; False: none, upstream's way will do.
 
@@ -370,10 +378,6 @@ def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: to
             output[:decodes],
             output_gate=gate[:decodes],
         )
-    if host.sections is None:
-        host._make_sections(query.device)
-    from flashnext.section_prefill import Span
-
     spans = metadata.host_batch.spans(side.num_decodes, decodes, tokens - decodes)
     prefill = slice(decodes, tokens)
     host.sections(
@@ -381,7 +385,7 @@ def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: to
         pool,
         table,
         selection[prefill],
-        [Span(*span) for span in spans],
+        spans,
         gate[prefill],
         output[prefill],
     )

@@ -239,7 +239,9 @@ class ExactBuffer:
         self.nbytes, self.reserved_bytes = nbytes, exact_bytes(nbytes)
         self._cuda, self._registered = cuda, False
         # The address space is one huge page larger; only `reserved_bytes` of it are ever touched.
-        self._area = mmap.mmap(-1, self.reserved_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._area: mmap.mmap | None = mmap.mmap(
+            -1, self.reserved_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         base = torch.frombuffer(self._area, dtype=torch.uint8).data_ptr()
         self._offset = -base % HUGE_BYTES
         self.address = base + self._offset
@@ -278,6 +280,7 @@ class ExactBuffer:
 
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes], zeros at first."""
+        assert self._area is not None
         return torch.frombuffer(self._area, dtype=torch.uint8, count=self.nbytes, offset=self._offset)
 
     def free(self) -> None:
@@ -290,8 +293,7 @@ class ExactBuffer:
                 logger.error("K/V buffer at %#x stays mapped until this process ends: %s", self.address, error)
                 return
             self._registered = False
-        with suppress(BufferError):
-            self._area.close()
+        self._area = None  # unmapped now, or with the last tensor over it; closing it would take it from under them
 
 
 _kept: list[mmap.mmap] = []  # registered for good
@@ -434,7 +436,7 @@ def allocate(
     ):
         raise Refused(
             f"flashnext: {what} cannot be page-locked exactly ({first}), and in PyTorch's pinned allocator it does not fit: "
-            f"{why.removeprefix('flashnext: ').partition('. Fix: ')[0]}. Fix: {lock_hints(count * nbytes, now)}"
+            f"{why.removeprefix('flashnext: ').replace('. Fix: ', '; ')}. Fix: {lock_hints(count * nbytes, now)}"
         )
     logger.warning(
         "%s cannot be page-locked exactly (%s). PyTorch's pinned allocator takes %d bytes a buffer in place of %d: %s",
