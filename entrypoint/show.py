@@ -146,7 +146,7 @@ def row_name(what: str) -> str:
 
 def _stages(plan: Plan, out: Console) -> None:
     """One row a budget line and one column a stage, in GiB; where that is too wide, one short table a stage."""
-    names = list(dict.fromkeys(row_name(line.what) for st in plan.stages for line in st.lines))
+    names = _in_order([[row_name(line.what) for line in st.lines] for st in plan.stages])
     label = max(map(len, [*names, "free on the card"]))
     if out.width < label + 10 * len(plan.stages):
         for rank, st in enumerate(plan.stages):
@@ -169,6 +169,18 @@ def _stages(plan: Plan, out: Console) -> None:
     t.add_row("left", *(_gib(st.available_bytes - st.used_bytes) for st in plan.stages))
     out.print()
     out.print(t)
+
+
+def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Every name once; one that only some lists have stands after the name before it there."""
+    out: list[str] = []
+    for names in lists:
+        at = 0
+        for name in names:
+            if name not in out:
+                out.insert(at, name)
+            at = out.index(name) + 1
+    return out
 
 
 def _where(st: Stage) -> str:
@@ -209,16 +221,17 @@ def _capacity(plan: Plan, out: Console) -> None:
     c = plan.capacity
     out.print()
     if not c.get("blocks"):
-        out.print(f"Holds {c['streams']} requests of {c['context']:,} tokens at once.")
+        out.print(f"Runs {c['streams']} requests at a time, each of {c['context']:,} tokens at most.")
         return
+    pool = c.get("host_pool_bytes")
     out.print(
         f"Holds {c['full_requests']} requests of {c['context']:,} tokens at once: {c['blocks']} blocks of "
-        f"{c['block_size']:,} tokens; {format_gib(c.get('host_pool_bytes') or 0)} of K/V in host RAM."
+        f"{c['block_size']:,} tokens; " + (f"{format_gib(pool)} of K/V in host RAM." if pool else "K/V on the cards.")
     )
     if c.get("whole_requests_at_once") is not None:
         out.print(
-            f"Of {c['streams']} streams {c['whole_requests_at_once']} run at once at full length, {c['short_requests_at_once']} where "
-            f"they are short. vLLM's own report will say {c['tokens']:,} tokens, {c['concurrency']:.2f}x."
+            f"{c['whole_requests_at_once']} of {c['streams']} streams run at once at full length, {c['short_requests_at_once']} "
+            f"where they are short. vLLM's own report will say {c['tokens']:,} tokens, {c['concurrency']:.2f}x."
         )
 
 

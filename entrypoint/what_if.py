@@ -157,7 +157,7 @@ def rows(base: Side, other: Side) -> list[Row]:
         if key[0] == "budget" and not any(key[1].startswith(rank) for rank in shared):
             continue
         (a, unit), (b, other_unit) = sides[0].get(key, (None, "")), sides[1].get(key, (None, ""))
-        if a != b or key[0] in ("capacity", "left"):
+        if a != b or key[0] in ("refused", "capacity", "left"):
             out.append(Row(key[0], "note" if key[0] == "notes" else key[1], a, b, unit or other_unit))
     return out
 

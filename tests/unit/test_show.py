@@ -12,7 +12,7 @@ from rich.console import Console
 from entrypoint import plan, show, speed
 from entrypoint.simulate import simulate
 from entrypoint.wishes import gather
-from tests.unit.test_cli import run
+from tests.unit.test_cli import ROOT, run
 
 BOX = ["plan", "--simulate", "3x3090", "--ram", "125GiB"]
 
@@ -72,6 +72,13 @@ def test_explain_gives_bytes_that_add_up_for_each_rank_and_the_host():
     assert all(s.reason.split()[0] in text for s in made.settings)
 
 
+def test_stages_share_rows_in_the_order_of_their_lines():
+    assert show._in_order([["a", "b", "d"], ["a", "c", "d"], ["x", "a", "d", "e"]]) == ["x", "a", "c", "b", "d", "e"]
+    _, text = printed(width=200)
+    rows = [line.split("  ")[0] for line in text[text.index("Budget in GiB") :].splitlines()]
+    assert rows.index("embedding") < rows.index("sum") < rows.index("free on the card") < rows.index("left")
+
+
 def test_an_unknown_card_has_no_speed_and_says_why():
     _, text = printed("3x24GiB@8.6", width=200)
     assert "Speed: not estimated, the memory bandwidth of card of 24GiB@8.6 is not known" in text
@@ -84,5 +91,8 @@ def test_json_has_its_keys(tmp_path):
     } <= set(made)  # fmt: skip
     assert int(made["speed"]["most_tokens_s"]) == 160 and made["speed"]["label"] == "an estimate, not a promise"
     assert [s["gpu"] for s in made["speed"]["stages"]] == [0, 1, 2]
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    for key in [*made, *made["speed"], *made["stages"][0], *made["settings"][0]]:
+        assert f"`{key}`" in text, f"docs/plan.md does not name {key}"
     unknown = json.loads(run("plan", "--simulate", "3x24GiB@8.6", "--ram", "125GiB", "--json").stdout)
     assert unknown["speed"] is None

@@ -101,6 +101,8 @@ def test_a_side_may_be_refused_and_both_end_with_3(ran, compared):
     assert "3 cards like" in text and "fix" in text and "--port" not in text
     code, out, _ = ran("plan", "--simulate", "1x3090", "--ram", "125GiB", "--what-if", "simulate=2x3090")
     assert code == 3 and "refused" in out
+    code, out, _ = ran("plan", "--simulate", "1x3090", "--ram", "125GiB", "--what-if", "ram=64GiB")
+    assert code == 3 and "refused" in out and "fix" in out, "the same refusal on both sides is told too"
 
 
 @pytest.mark.parametrize(
