@@ -22,9 +22,12 @@ from rich.text import Text
 
 from . import disk_probe, facts, lint, plan, report, rules
 from .checkpoint import Checkpoint, category_of
+from .detect import read_machine
 from .disk_probe import Piece, Probe
 from .errors import Exit, Refusal
-from .machine import UNLIMITED, FakeNvml, Gpu, Host, Machine, Mount, Nvml, pcie_bytes_s, read_machine
+from .host import Host
+from .machine import UNLIMITED, Gpu, Machine, Mount, pcie_bytes_s
+from .nvml import FakeNvml, Nvml
 from .units import GIB, MIB, format_gib
 from .wishes import Wishes
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from . import plan, rules
 from .checkpoint import Checkpoint, read_checkpoint
+from .detect import read_machine
 from .errors import Exit, Refusal
-from .machine import Machine, read_machine
+from .machine import Machine
 from .wishes import Wishes
 
 

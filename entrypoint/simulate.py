@@ -1,4 +1,4 @@
-"""A box that is not here: `--simulate '2x3090+1x4090' --ram 125GiB` becomes the same `Machine` that machine.py reads.
+"""A box that is not here: `--simulate '2x3090+1x4090' --ram 125GiB` becomes the same `Machine` that detect.py reads.
 
 Rule order
 1. `@FILE` is a box in a file (box_file.py); the other options replace what it says.

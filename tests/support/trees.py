@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from entrypoint.machine import Host
+from entrypoint.host import Host
 
 NO_LIMIT_V1 = 9223372036854771712
 

@@ -19,7 +19,8 @@ from entrypoint.checkpoint import read_checkpoint
 from entrypoint.disk_probe import Piece, Probe
 from entrypoint.doctor import Seen, judge, look, table_pieces
 from entrypoint.errors import Exit, Refusal
-from entrypoint.machine import UNLIMITED, FakeNvml, Machine, Mount, NumaNode
+from entrypoint.machine import UNLIMITED, Machine, Mount, NumaNode
+from entrypoint.nvml import FakeNvml
 from entrypoint.simulate import simulate
 from entrypoint.units import GIB, MIB
 from entrypoint.wishes import gather

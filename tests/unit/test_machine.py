@@ -11,22 +11,12 @@ import psutil
 import pynvml
 import pytest
 
-from entrypoint.machine import (
-    UNLIMITED,
-    FakeNvml,
-    Gpu,
-    Host,
-    Machine,
-    NumaNode,
-    Nvml,
-    NvmlFacts,
-    parse_cpu_list,
-    parse_mountinfo,
-    pcie_bytes_s,
-    read_machine,
-    visible_devices,
-)
+from entrypoint.detect import read_machine
+from entrypoint.host import Host, parse_cpu_list, parse_mountinfo
+from entrypoint.machine import UNLIMITED, Gpu, Machine, NumaNode, pcie_bytes_s
+from entrypoint.nvml import FakeNvml, Nvml, NvmlFacts
 from entrypoint.units import GIB, MIB
+from entrypoint.visible import visible_devices
 from tests.support.trees import NO_LIMIT_V1, Box
 
 RTX_3090 = Gpu(
@@ -335,7 +325,8 @@ def test_disks_under_lvm_raid_btrfs_loop_and_usb(tmp_path):
     box.btrfs("11111111-2222-3333-4444-555555555555", "nvme0n1p1", "sda1")
     host = box.host()
     found = {
-        path: host.mount_of(path) for path in ["/hdd", "/lvm", "/spanned", "/raid0", "/loop", "/lost", "/usb", "/btrfs", "/plain", "/vm"]
+        path: host.mount_of(path)
+        for path in ["/hdd", "/lvm", "/spanned", "/raid0", "/loop", "/lost", "/usb", "/btrfs", "/plain", "/vm"]
     }
     assert {path: (m.kind, m.disks, m.usb, m.compressed) for path, m in found.items()} == {
         "/hdd": ("hdd", ("sda",), False, False),

@@ -330,7 +330,7 @@ def test_a_box_in_a_file(tmp_path):
 
 def test_the_facts_of_any_box_read_back(tmp_path):
     """What doctor's report writes can be planned again, as the very same facts."""
-    from entrypoint.machine import read_machine
+    from entrypoint.detect import read_machine
 
     for box in (simulate("2x3090+1x4090", ram="64G", disk="hdd"), read_machine(paths={"model": tmp_path, "data": "/"})):
         file = tmp_path / "report.json"
