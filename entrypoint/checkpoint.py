@@ -25,13 +25,14 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .beside import Beside
 from .errors import Exit, Refusal
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -42,6 +43,8 @@ _LARGEST_JSON_BYTES = 200_000_000
 _MOST_DIMENSIONS = 32
 _MOST_LAYERS = 10_000
 _LARGEST_NUMBER = 1 << 40
+# Tensors from which on a second process is worth its start.
+MANY = 20_000
 _LFS_MARK = b"version https://git-lfs"
 
 # Bits of one element by the format's dtype names.
@@ -548,7 +551,7 @@ def _columns(entries: Mapping[str, Any], file: str, data_start: int) -> tuple[li
         except (TypeError, KeyError, ValueError):
             raise _bad(file, f"has a tensor {name[:120]!r} {_what_lacks(entry)}") from None
         spec = _spec_of(dtype, shape)
-        if spec is None or not (type(begin) is type(end) is int and 0 <= begin and end - begin == spec.nbytes):
+        if spec is None or not (type(begin) is type(end) is int and begin >= 0 and end - begin == spec.nbytes):
             raise _bad(file, f"has a tensor {name[:120]!r} whose shape does not give its bytes")
         specs.append(known.setdefault(spec, spec))
         offsets.append(data_start + begin)
@@ -633,8 +636,8 @@ def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, .
     tensors = Tensors()
     with without_gc():
         files, weight_map, unlisted = _files_of(folder)
-        for file in files:
-            shard, found = read_header(folder / file, file)
+        for shard, found in _headers(folder, files, weight_map is not None and len(weight_map) > MANY):
+            file = shard.name
             shards.append(shard)
             twice = tensors.join(found)
             if twice is not None:
@@ -647,6 +650,19 @@ def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, .
                 if placed.get(name) != file:
                     raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
     return tuple(shards), tensors, unlisted
+
+
+def _headers(folder: Path, files: Sequence[str], many: bool) -> Iterator[tuple[Shard, Tensors]]:
+    """The files' headers in their order; where they are `many`, the later half is read by a second process meanwhile."""
+    half = len(files) // 2 if many else len(files)
+
+    def later() -> list[tuple[Shard, Tensors]]:
+        return [read_header(folder / file, file) for file in files[half:]]
+
+    with Beside(later) if many else nullcontext() as other:
+        yield from [read_header(folder / file, file) for file in files[:half]]
+        if other:
+            yield from other.result()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from operator import methodcaller
@@ -35,7 +36,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .architecture import FUSED, QUANTIZABLE, Part, draft_parts, is_target, parts, vision_parts
-from .checkpoint import Checkpoint, Tensors, category_of, read_json, without_gc
+from .beside import Beside
+from .checkpoint import MANY, Checkpoint, Tensors, category_of, read_json, without_gc
 from .errors import Exit, Refusal
 from .plan import published_sampling
 from .units import format_gib
@@ -582,51 +584,61 @@ def _check_groups(stored: Sequence[Stored], checkpoint: Checkpoint, found: Findi
     return said
 
 
-def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
-    folder = Path(checkpoint.path)
+@dataclass(frozen=True)
+class _Tokens:
+    """What tokenizer.json says: its largest token, and those of `wanted` that it lacks. `refused`: (message, fix)."""
+
+    largest: int | None = None
+    lacks: tuple[int, ...] = ()
+    refused: tuple[str, str] | None = None
+
+
+def _tokens(folder: Path, wanted: Sequence[int]) -> _Tokens:
+    if not (folder / "tokenizer.json").is_file():
+        return _Tokens()
+    try:
+        with without_gc():
+            content = read_json(folder / "tokenizer.json", "tokenizer.json")
+    except Refusal as refusal:
+        return _Tokens(refused=(refusal.message, refusal.fix))
+    model, added = content.get("model"), content.get("added_tokens")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), (dict, list)):
+        return _Tokens(refused=("tokenizer.json holds no vocabulary", "download tokenizer.json again"))
+    vocab = model["vocab"]
+    ids = {i for i in vocab.values() if type(i) is int} if isinstance(vocab, dict) else set(range(len(vocab)))
+    if isinstance(added, list):
+        ids |= {t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int}
+    return _Tokens(max(ids), tuple(i for i in wanted if i not in ids)) if ids else _Tokens()
+
+
+def _check_small_files(checkpoint: Checkpoint, tokens: _Tokens, found: Findings) -> None:
     if not checkpoint.tokenizer:
         found.add("ERROR", "tokenizer", "there is no tokenizer", "download tokenizer.json of the same repository")
     if not checkpoint.chat_template:
         found.add(
             "WARN", "chat template", "there is no chat template", "download chat_template.jinja of the same repository"
         )
-    ids: set[int] = set()
-    if (folder / "tokenizer.json").is_file():
-        try:
-            ids = _token_ids(read_json(folder / "tokenizer.json", "tokenizer.json"), checkpoint, found)
-        except Refusal as refusal:
-            found.add("ERROR", "tokenizer", refusal.message, refusal.fix)
-    wanted = eos_ids(checkpoint)
-    if ids and (lost := [i for i in wanted if i not in ids]):
-        found.add("WARN", "EOS ids", f"the tokenizer has no token {lost}", "take tokenizer.json of the same repository")
+    if tokens.refused:
+        found.add("ERROR", "tokenizer", *tokens.refused)
+    size = checkpoint.text.vocab_size
+    if size is not None and tokens.largest is not None and tokens.largest >= size:
+        what = f"tokenizer.json has the token {tokens.largest:,}, the model {size:,} rows"
+        found.add("ERROR", "tokenizer", what, "take tokenizer.json of the same repository")
+    if tokens.lacks:
+        what = f"the tokenizer has no token {list(tokens.lacks)}"
+        found.add("WARN", "EOS ids", what, "take tokenizer.json of the same repository")
     if not is_target(checkpoint.model_type, checkpoint.architectures):
         return
     repair = "flashnext prepare and serve write a corrected generation_config.json beside links to the weights"
     generation = checkpoint.generation or {}
     have = generation.get("eos_token_id")
     have = have if isinstance(have, list) else [have]
-    if lost := [i for i in wanted if i not in have]:
+    if lost := [i for i in eos_ids(checkpoint) if i not in have]:
         what = f"generation_config.json does not end an answer at {lost}"
         found.add("WARN", "EOS ids", what, repair, "generation")
     if lost := sorted(key for key in published_sampling() if not isinstance(generation.get(key), (int, float))):
         what = f"generation_config.json lacks {', '.join(lost)}: the whole vocabulary would be sampled"
         found.add("WARN", "sampling", what, repair, "generation")
-
-
-def _token_ids(content: Mapping[str, Any], checkpoint: Checkpoint, found: Findings) -> set[int]:
-    model, added = content.get("model"), content.get("added_tokens")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), (dict, list)):
-        found.add("ERROR", "tokenizer", "tokenizer.json holds no vocabulary", "download tokenizer.json again")
-        return set()
-    vocab = model["vocab"]
-    ids = {i for i in vocab.values() if type(i) is int} if isinstance(vocab, dict) else set(range(len(vocab)))
-    if isinstance(added, list):
-        ids |= {t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int}
-    size = checkpoint.text.vocab_size
-    if size is not None and ids and max(ids) >= size:
-        what = f"tokenizer.json has the token {max(ids):,}, the model {size:,} rows"
-        found.add("ERROR", "tokenizer", what, "take tokenizer.json of the same repository")
-    return ids
 
 
 @cache
@@ -675,8 +687,14 @@ def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mappi
     begun = time.monotonic()
     found = Findings()
     rows: tuple[Row, ...] = ()
-    with without_gc():
-        _check_small_files(checkpoint, found)
+    folder, wanted = Path(checkpoint.path), eos_ids(checkpoint)
+
+    def tokens() -> _Tokens:
+        return _tokens(folder, wanted)
+
+    # A vocabulary takes as long to parse as all weights to check.
+    many = len(checkpoint.tensors) > MANY
+    with without_gc(), Beside(tokens) if many else nullcontext() as other:
         if is_target(checkpoint.model_type, checkpoint.architectures):
             stored = weights_of(checkpoint, found)
             _check_layout(stored, found)
@@ -685,6 +703,7 @@ def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mappi
             rows = _rows(stored, said)
             if deep:
                 _check_weight_shapes(checkpoint, stored, found)
+        _check_small_files(checkpoint, other.result() if other else tokens(), found)
     hashes = deep(checkpoint, found) if deep else {}
     for name in checkpoint.unlisted:
         found.weight(

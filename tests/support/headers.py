@@ -136,6 +136,7 @@ def flashnext_config(layers: int = 48, experts: int = 512, wrapper: bool = True)
         "ple_conv_kernel_size": 4,
         "vocab_size": 248_320,
         "max_position_embeddings": 262_144,
+        "mtp_num_hidden_layers": 1,
         "output_gate_type": "sigmoid",
         "torch_dtype": "bfloat16",
         "eos_token_id": [248_044, 248_046],
@@ -160,7 +161,7 @@ def flashnext_config(layers: int = 48, experts: int = 512, wrapper: bool = True)
         "architectures": ["Qwen4ExpForConditionalGeneration"],
         "model_type": "qwen4_exp",
         "text_config": text,
-        "vision_config": {"model_type": "qwen4_exp_vision", "depth": 27, "hidden_size": 1152},
+        "vision_config": VISION,
         "quantization_config": quantization,
     }
 
@@ -198,6 +199,48 @@ def _hyper_connection(prefix: str, hidden: int, last: bool = False) -> Iterator[
         yield f"{prefix}.block_inject_weight.weight", ("BF16", (4, 4 * hidden))
 
 
+def _attention(prefix: str, hidden: int) -> Iterator[tuple[str, Spec]]:
+    yield from _packed(f"{prefix}.q_proj", 2 * 24 * 256, hidden, 8)
+    yield from _packed(f"{prefix}.k_proj", 2 * 256, hidden, 8)
+    yield from _packed(f"{prefix}.v_proj", 2 * 256, hidden, 8)
+    yield from _packed(f"{prefix}.o_proj", hidden, 24 * 256, 8)
+    yield f"{prefix}.q_norm.weight", ("BF16", (256,))
+    yield f"{prefix}.k_norm.weight", ("BF16", (256,))
+    yield f"{prefix}.indexer.index_qk_proj.weight", ("BF16", (640, hidden))
+    yield f"{prefix}.indexer.q_layernorm.weight", ("BF16", (128,))
+    yield f"{prefix}.indexer.k_layernorm.weight", ("BF16", (128,))
+
+
+VISION = {
+    "model_type": "qwen4_exp_vision",
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 2560,
+    "num_position_embeddings": 2304,
+}
+
+
+def _vision(prefix: str) -> Iterator[tuple[str, Spec]]:
+    """The tower of VISION; every matrix and norm but the position embedding has a bias."""
+    shapes = {"patch_embed.proj": (1152, 3, 2, 16, 16)}
+    for block in range(27):
+        at = f"blocks.{block}"
+        shapes |= {f"{at}.norm1": (1152,), f"{at}.norm2": (1152,)}
+        shapes |= {f"{at}.attn.qkv": (3456, 1152), f"{at}.attn.proj": (1152, 1152)}
+        shapes |= {f"{at}.mlp.linear_fc1": (4304, 1152), f"{at}.mlp.linear_fc2": (1152, 4304)}
+    shapes |= {"merger.norm": (1152,), "merger.linear_fc1": (4608, 4608), "merger.linear_fc2": (2560, 4608)}
+    yield f"{prefix}.pos_embed.weight", ("BF16", (2304, 1152))
+    for name, shape in shapes.items():
+        yield f"{prefix}.{name}.weight", ("BF16", shape)
+        yield f"{prefix}.{name}.bias", ("BF16", shape[:1])
+
+
 def flashnext_tensors(
     layers: int = 48,
     experts: int = 512,
@@ -227,16 +270,7 @@ def flashnext_tensors(
             tensors[f"{linear}.norm.weight"] = ("BF16", (128,))
             add(_packed(f"{linear}.out_proj", hidden, 48 * 128, 8))
         else:
-            full = f"{at}.self_attn"
-            add(_packed(f"{full}.q_proj", 2 * 24 * 256, hidden, 8))
-            add(_packed(f"{full}.k_proj", 2 * 256, hidden, 8))
-            add(_packed(f"{full}.v_proj", 2 * 256, hidden, 8))
-            add(_packed(f"{full}.o_proj", hidden, 24 * 256, 8))
-            tensors[f"{full}.q_norm.weight"] = ("BF16", (256,))
-            tensors[f"{full}.k_norm.weight"] = ("BF16", (256,))
-            tensors[f"{full}.indexer.index_qk_proj.weight"] = ("BF16", (640, hidden))
-            tensors[f"{full}.indexer.q_layernorm.weight"] = ("BF16", (128,))
-            tensors[f"{full}.indexer.k_layernorm.weight"] = ("BF16", (128,))
+            add(_attention(f"{at}.self_attn", hidden))
         if layer == 1:
             ple = f"{at}.ple"
             rows = -(-table_rows // table_shards)
@@ -253,13 +287,17 @@ def flashnext_tensors(
         add(_hyper_connection(f"{at}.attn_hyper_connection", hidden))
         add(_hyper_connection(f"{at}.mlp_hyper_connection", hidden))
     add(_hyper_connection(f"{prefix}.hyper_connection_mixer", hidden, last=True))
-    tensors[f"{prefix}.norm.weight"] = ("BF16", (hidden,))
     add(_packed("lm_head", 248_320, hidden, 8))
     if mtp:
-        tensors["mtp.fc.weight"] = ("BF16", (hidden, 2 * hidden))
+        for name in ("fc_embedding", "fc_hidden"):
+            tensors[f"mtp.{name}.weight"] = ("BF16", (hidden, hidden))
+        tensors["mtp.pre_fc_norm_embedding.weight"] = ("BF16", (hidden,))
+        tensors["mtp.pre_fc_norm_hidden.weight"] = ("BF16", (4 * hidden,))
+        add(_attention("mtp.layers.0.self_attn", hidden))
         add(_moe("mtp.layers.0.mlp", hidden, inner, experts))
+        add(_hyper_connection("mtp.layers.0.attn_hyper_connection", hidden))
+        add(_hyper_connection("mtp.layers.0.mlp_hyper_connection", hidden))
+        add(_hyper_connection("mtp.hyper_connection_mixer", hidden, last=True))
     if vision:
-        for block in range(27):
-            tensors[f"model.visual.blocks.{block}.attn.qkv.weight"] = ("BF16", (3 * 1152, 1152))
-            tensors[f"model.visual.blocks.{block}.mlp.linear_fc1.weight"] = ("BF16", (4304, 1152))
+        add(_vision("model.visual"))
     return tensors

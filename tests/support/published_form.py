@@ -84,7 +84,6 @@ def write(
     rows = 320_001_536 if whole else TABLE_ROWS_OF_1000
     prefix = "model.language_model" if wrapper else "model"
     tensors = headers.flashnext_tensors(layers, experts, table_rows=rows, prefix=prefix, vision=wrapper)
-    del tensors[f"{prefix}.norm.weight"]  # the model has none: the mixer's hc_norm is the last
     config = headers.flashnext_config(layers, experts, wrapper)
     if not whole:
         (config["text_config"] if wrapper else config)["ngram_vocab_size_base"] = 1000

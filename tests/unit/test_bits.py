@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -79,7 +80,20 @@ def test_headers_are_counted_to_the_byte(tmp_path):
         extra = 0 if row.category in ("mtp", "vision") else 16 * shapes
         assert row.bytes + extra == by_category[row.category], row.category
     assert {r.category for r in account.rows} == set(by_category)
-    assert account.row("mtp").weights == 0 and account.row("vision").touched_bytes == 0
+    for category in ("mtp", "vision"):
+        # A packed word holds 8 values of the experts, 4 of anything else; scales and shapes are no weights.
+        weights = 0
+        for name, tensor in found.tensors.items():
+            if bits.category_of(name) == category and not name.endswith(("weight_scale", "weight_shape")):
+                values = 1 if not name.endswith("weight_packed") else 8 if ".experts." in name else 4
+                weights += math.prod(tensor.shape) * values
+        assert account.row(category).weights == weights > 1e8 and account.row(category).touched_bytes == 0
+
+
+def test_weights_of_a_draft_head_that_is_not_understood_are_not_guessed(tmp_path):
+    change = lambda tensors, config: tensors.update({"mtp.fc.weight": ("BF16", (2560, 5120))})  # noqa: E731
+    found = read_checkpoint(form.write(tmp_path / "m", change))
+    assert bits.unread(found)["mtp"][0] == 0 and bits.unread(found)["mtp"][1] > 1e8
 
 
 def test_a_checkpoint_that_is_not_whole_is_not_counted(tmp_path):

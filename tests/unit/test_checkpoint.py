@@ -73,10 +73,10 @@ def test_a_checkpoint_of_170_gb_is_read_by_its_headers(full):
     weights = checkpoint.weights
     spent_s, read_bytes = time.process_time() - start, bytes_read_so_far() - before
     assert size_bytes > 171e9
-    assert read_bytes < 70e6, read_bytes
+    assert read_bytes < 90e6, read_bytes  # 56 MB of JSON, the rest what the second process sends
     assert spent_s < 4, spent_s  # 1.5 s with both cores busy, 0.7 of it the JSON itself
     assert gc.isenabled()
-    assert len(checkpoint.tensors) == 228_046
+    assert len(checkpoint.tensors) == 228_367
     assert checkpoint.total_bytes == sum(shard.size_bytes - shard.header_bytes for shard in checkpoint.shards)
     assert len(weights.layers) == 48
 
@@ -361,7 +361,7 @@ def test_a_link_without_its_target_counts_as_missing(tmp_path):
 def test_a_tensor_of_the_index_that_its_file_lacks(tmp_path):
     folder = small(tmp_path)
     index = index_of(folder)
-    name = "model.language_model.norm.weight"
+    name = "model.language_model.hyper_connection_mixer.hc_norm.weight"
     home = index["weight_map"][name]
     assert list(index["weight_map"].values()).count(home) > 1  # the file stays one of the checkpoint's
     other = next(file for file in index["weight_map"].values() if file != home)

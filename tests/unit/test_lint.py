@@ -92,6 +92,17 @@ def _two_groups_of_320(tensors, config):
     tensors[f"{L}0.attn_hyper_connection.input_mix_weight_up.weight_scale"] = ("BF16", (10_240, 3))
 
 
+def _experts_in_one(tensors, config, shape=(8, 1280, 2560), keep_group=False):
+    """The experts of each decoder layer as transformers may save them: two 3-D tensors, not quantized."""
+    for name in [n for n in tensors if ".experts." in n and n.startswith(L)]:
+        del tensors[name]
+    for layer in range(4):
+        tensors[f"{L}{layer}.mlp.experts.gate_up_proj"] = ("BF16", shape)
+        tensors[f"{L}{layer}.mlp.experts.down_proj"] = ("BF16", (8, 2560, 640))
+    if not keep_group:
+        del config["quantization_config"]["config_groups"]["group_0"]
+
+
 WRONG = {
     "a weight is missing": (
         _drop(f"{L}2.mlp.gate.weight"),
@@ -177,6 +188,51 @@ WRONG = {
         _targets("group_1", ["lm_head", *form.quantization()["config_groups"]["group_1"]["targets"][:-1]]),
         r"ERROR config groups: stored INT8 g128, but the engine would take it for not quantized: lm_head$",
     ),
+    "packed and not": (
+        _set(f"{L}0.linear_attn.out_proj.weight", "BF16", (2560, 6144)),
+        r"ERROR names: weights are there twice, packed and not: .*out_proj",
+    ),
+    "a weight of the draft head is missing": (
+        _drop("mtp.fc_hidden.weight"),
+        r"WARN names: weights are missing, of a part that text serving does not load: mtp\.fc_hidden$",
+    ),
+    "a draft head of another form": (
+        _set("mtp.fc.weight", "BF16", (2560, 5120)),
+        r"WARN names: tensors that the architecture does not have: mtp\.fc\.weight$",
+    ),
+    "a weight of the vision tower of another shape": (
+        _set("model.visual.blocks.26.mlp.linear_fc2.weight", "BF16", (1152, 4303)),
+        r"WARN shapes: of shape \[1152, 4303\] where config\.json gives \[1152, 4304\], of a part that text serving "
+        r"does not load: model\.visual\.blocks\.26\.mlp\.linear_fc2$",
+    ),
+    "a bias of the vision tower is missing": (
+        _drop("model.visual.merger.norm.bias"),
+        r"WARN names: weights are missing, of a part that text serving does not load: model\.visual\.merger\.norm\.bias",
+    ),
+    "a vision tower without its numbers": (
+        lambda tensors, config: config.update(vision_config={"depth": 27}),
+        r"WARN names: vision_config does not say 'hidden_size', so that the vision tower's weights cannot be checked",
+    ),
+    "experts in one tensor, of the other orientation": (
+        lambda tensors, config: _experts_in_one(tensors, config, shape=(8, 2560, 1280)),
+        r"ERROR shapes: experts in one tensor: of shape \[8, 2560, 1280\] where config\.json gives \[8, 1280, 2560\]: "
+        r".*layers\.0\.mlp\.experts\.gate_up_proj",
+    ),
+    "experts in one tensor, one of the two missing": (
+        lambda tensors, config: (_experts_in_one(tensors, config), tensors.pop(f"{L}2.mlp.experts.down_proj")),
+        r"ERROR names: experts in one tensor: weights are missing: .*layers\.2\.mlp\.experts\.down_proj$",
+    ),
+    "experts in one tensor and one by one": (
+        lambda tensors, config: (
+            _experts_in_one(tensors, config),
+            tensors.update({f"{L}0.mlp.experts.0.up_proj.weight": ("BF16", (640, 2560))}),
+        ),
+        r"WARN names: tensors that the architecture does not have: .*layers\.0\.mlp\.experts\.0\.up_proj\.weight$",
+    ),
+    "experts in one tensor where the config says INT4": (
+        lambda tensors, config: _experts_in_one(tensors, config, keep_group=True),
+        r"ERROR config groups: stored BF16, but the engine would take it for INT4 g128 \(group_0\)",
+    ),
     "a target that is no expression": (
         _targets("group_2", ["re:("]),
         r"ERROR targets: 're:\(' is no regular expression",
@@ -193,6 +249,22 @@ def test_each_mistake_is_named(tmp_path, name):
     change, expected = WRONG[name]
     found = messages(examined(form.write(tmp_path / "m", change)))
     assert any(re.match(expected, message) for message in found), found
+
+
+def test_experts_in_one_tensor_are_read(tmp_path):
+    report = examined(form.write(tmp_path / "m", _experts_in_one))
+    assert messages(report) == []
+    rows = {row.name: (row.count, row.shape, row.form) for row in report.rows}
+    assert rows["model.language_model.layers.*.mlp.experts.*.up_proj"] == (32, (640, 2560), "BF16")
+
+
+def test_parts_that_are_not_loaded_may_be_absent_and_extras_that_the_engine_drops_present(tmp_path):
+    def change(tensors, config):
+        for name in [n for n in tensors if n.startswith(("mtp.", "model.visual."))]:
+            del tensors[name]
+        tensors["model.language_model.hyper_connection_mixer.block_inject_weight.weight"] = ("BF16", (4, 10_240))
+
+    assert messages(examined(form.write(tmp_path / "m", change))) == []
 
 
 def test_conflicting_targets_are_one_finding_each(tmp_path):
@@ -285,15 +357,36 @@ def test_revision_from_the_hub_cache_path(tmp_path):
     assert examined(folder).revision == ("0123456789abcdef" * 3)[:40]
 
 
-def test_whole_model_is_read_and_examined_in_seconds(tmp_path):
+def _cpu_s(work, times=3):
+    """Processor seconds of this process at best of a few runs: what others do on the machine counts least there."""
+    spent = []
+    for _ in range(times):
+        begun = time.process_time()
+        work()
+        spent.append(time.process_time() - begun)
+    return min(spent)
+
+
+def test_whole_model_is_read_and_examined_in_under_two_seconds(tmp_path):
+    """165 GB by their headers, with an index and a vocabulary of the published size."""
     folder = form.write(tmp_path / "m", whole=True)
-    begun = time.process_time()
+    vocabulary = {f"{'abcdefghij'[n % 10]}{n}": n for n in range(248_044)}
+    merges = [[f"{n}", f"{n}x"] for n in range(248_000)]
+    tokenizer = form.tokenizer() | {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
     report = examined(folder)
-    spent_s = time.process_time() - begun
     assert messages(report) == []
     assert report.total_bytes > 165e9
-    # 2 s on an idle core of the machines it was written for; the bound leaves room for a shared one.
-    assert spent_s < 6, spent_s
+
+    texts = [(folder / name).read_bytes() for name in ("tokenizer.json", "model.safetensors.index.json")]
+    for shard in folder.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            texts.append(file.read(int.from_bytes(file.read(8), "little")))
+    # The bar for any machine: what this one takes to parse the same JSON and do nothing with it, 1 s on the one that this
+    # was written on. There, with two processors, the whole takes 1.3 s.
+    parsing_s = _cpu_s(lambda: [json.loads(text) for text in texts])
+    spent_s = _cpu_s(lambda: examined(folder))
+    assert spent_s < max(2.0, 2 * parsing_s), (spent_s, parsing_s)
 
 
 def test_json_of_a_report(tmp_path):
