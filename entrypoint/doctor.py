@@ -5,11 +5,13 @@ Order
 2. A FAIL is what `serve` refuses: it comes from the plan's own rules, each asked about one fact alone, so that `doctor` never
    praises what `serve` refuses. A WARN is what costs speed, or will one day; its limits are the constants below.
 3. Unknown is no mistake: a fact that a box does not tell is said as such and passes.
-4. The plan comes last. Without the checkpoint it is made for the published one; without cards there is none.
+4. The plan comes last. Without the checkpoint it is made for the published one; without cards there is none. Beside a server of
+   this kit that runs (state.json) cards and RAM are what it leaves, so what does not fit there is a WARN.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -72,6 +74,7 @@ class Seen:
     plan_refusal: Refusal | None = None
     on_published: bool = False
     data_writable: bool | None = None
+    running: str | None = None  # the phase of this kit's own server, where one runs here
 
     @property
     def on_cpu(self) -> bool:
@@ -100,6 +103,21 @@ def _writable(folder: Path) -> bool | None:
     return None
 
 
+def running_phase(state_dir: Path) -> str | None:
+    """The phase of the server whose state.json lies in `state_dir`, None where none runs. Reads only."""
+    try:
+        state = json.loads((state_dir / "state.json").read_text(encoding="utf-8"))
+        if state["phase"] in ("stopped", "failed"):
+            return None
+        if state["pid"]:
+            os.kill(int(state["pid"]), 0)
+        return str(state["phase"])
+    except PermissionError:  # of os.kill: it runs, as another user
+        return str(state["phase"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
 def look(
     wishes: Wishes,
     *,
@@ -111,7 +129,12 @@ def look(
     """Read the box, the checkpoint and the table's disk, and make the plan. Raises no Refusal: it is part of what is seen."""
     paths = {"model": wishes.value("model"), "data": wishes.value("data")}
     machine = read_machine(host, nvml, environ, paths)
-    seen = Seen(wishes=wishes, machine=machine, data_writable=_writable(Path(wishes.value("data"))))
+    seen = Seen(
+        wishes=wishes,
+        machine=machine,
+        data_writable=_writable(Path(wishes.value("data"))),
+        running=running_phase(Path(wishes.value("state_dir"))),
+    )
     try:
         checkpoint = facts.checkpoint(wishes)
         seen = replace(seen, checkpoint=checkpoint, lint=lint.examine(checkpoint))
@@ -195,7 +218,16 @@ def _kit_cards(machine: Machine) -> Finding:
     return _tried("kind of cards", check)
 
 
-def _in_use(machine: Machine) -> Finding:
+def _server(seen: Seen) -> Finding | None:
+    if seen.running is None:
+        return None
+    return Finding(
+        "server", "PASS", f"this kit's server runs here ({seen.running}): cards and RAM below are what it leaves"
+    )
+
+
+def _in_use(seen: Seen) -> Finding:
+    machine = seen.machine
     held = [(gpu, gpu.used_bytes) for gpu in machine.gpus if (gpu.used_bytes or 0) >= IN_USE_BYTES or gpu.processes]
     if not held:
         return Finding("cards in use", "PASS", "nobody else is on the cards")
@@ -207,6 +239,8 @@ def _in_use(machine: Machine) -> Finding:
         known = f" ({format_gib(gpu.process_bytes)} of it by processes that can be seen)" if gpu.process_bytes else ""
         return f"card {gpu.index}: {format_gib(used_bytes)} held by {', '.join(who) or 'somebody'}{known}"
 
+    if seen.running:
+        return Finding("cards in use", "PASS", f"beside the running server: {'; '.join(words(*one) for one in held)}")
     drawing = any(gpu.display or gpu.graphics_processes for gpu, _ in held)
     return Finding(
         "cards in use",
@@ -562,6 +596,13 @@ def _plan(seen: Seen, before: list[Finding]) -> Finding:
     if seen.plan_refusal is not None:
         e = seen.plan_refusal
         for_whom = "for the published checkpoint: " if seen.on_published else ""
+        if seen.running:
+            return Finding(
+                "plan",
+                "WARN",
+                f"none beside the running server: {for_whom}{e.message}",
+                "stop it first: ./flashnext down",
+            )
         return Finding("plan", "FAIL", for_whom + e.message, e.fix, int(e.code))
     if seen.plan is None:
         code = max((f.code for f in before if f.verdict == "FAIL"), default=int(Exit.PLAN))
@@ -589,7 +630,7 @@ def _plan(seen: Seen, before: list[Finding]) -> Finding:
 def judge(seen: Seen) -> list[Finding]:
     """All findings, in the order in which they are best mended. Pure, but for the key file."""
     machine = seen.machine
-    out: list[Finding | None] = [_system(machine)]
+    out: list[Finding | None] = [_system(machine), _server(seen)]
     if not seen.on_cpu:
         out.append(_tried("cards", lambda: _cards(machine)))
         if machine.gpus:
@@ -599,7 +640,7 @@ def judge(seen: Seen) -> list[Finding]:
                 _kit_cards(machine),
                 _driver(machine),
                 _uvm(machine),
-                _in_use(machine),
+                _in_use(seen),
                 _links(machine),
                 _peer(seen),
                 _power(machine),

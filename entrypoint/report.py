@@ -5,7 +5,7 @@ Rule order of `Redactor`, each on every text of the report (keys of mappings sta
 2. Tokens by their shape: hf_..., sk-..., gh?_..., AKIA..., JWTs, `Bearer ...`, user:password in an address, `--api-key X`.
 3. Ids of hardware: GPU- and MIG- ids, any UUID, MAC addresses, serial numbers (long runs of digits).
 4. Addresses: IPv4 and IPv6 other than loopback and "any", mail addresses, the server of a network mount or address.
-5. Paths under a home, whole: the names of a person's folders say as much as their own. User names anywhere else.
+5. Paths under a home, a person's mounts (/media/NAME) or a server (/net/NAME), whole: the names of a person's folders say as much as their own. User names anywhere else.
 The same text always becomes the same placeholder (<gpu-1>, <host-1>), so that what belongs together still does.
 
 The file is made new and readable by its owner only; one that is there is never overwritten.
@@ -62,7 +62,7 @@ _SERIAL = re.compile(
     r"(?P<word>\bserial(?:\s*(?:number|no\.?))?\b[\"']?\s*[:=]?\s*)(?P<value>[A-Za-z0-9\-]{5,})", re.IGNORECASE
 )
 _HOME = re.compile(
-    r"(?:/(?:var/)?home/[^/\s:,;\"'<>]+|/Users/[^/\s:,;\"'<>]+|/mnt/[a-z]/Users/[^/\s:,;\"'<>]+|/root(?![\w\-])|~(?=/))(?:/[^\s:,;\"'<>]*)?"
+    r"(?:/(?:var/)?home/[^/\s:,;\"'<>]+|/Users/[^/\s:,;\"'<>]+|/mnt/[a-z]/Users/[^/\s:,;\"'<>]+|/(?:run/)?media/[^/\s:,;\"'<>]+|/net/[^/\s:,;\"'<>]+|/root(?![\w\-])|~(?=/))(?:/[^\s:,;\"'<>]*)?"
 )
 _HARMLESS_HOSTS = {"localhost", "huggingface.co", "github.com", "pypi.org", "docs.nvidia.com", "host.docker.internal"}
 _HARMLESS_USERS = {"root", "user", "flashnext", "nobody", "ubuntu", "admin", "docker", "nvidia"}

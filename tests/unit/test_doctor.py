@@ -245,6 +245,44 @@ def test_visible_devices_that_stop_early_and_that_reorder(tmp_path):
     assert point(found, "cards")[0] == "FAIL" and "CUDA_VISIBLE_DEVICES" in point(found, "cards")[1]
 
 
+@pytest.mark.parametrize("spec", ["MIG-5c1d2e3f-0001", "MIG-GPU-bbbb-2/7/0", "1"])
+def test_a_mig_slice_is_refused_however_it_is_named(tmp_path, spec):
+    """C20."""
+    gpus = [
+        dataclasses.replace(RTX_3090, uuid="GPU-aaaa-1"),
+        dataclasses.replace(RTX_3090, uuid="GPU-bbbb-2", mig=True, mig_ids=("MIG-5c1d2e3f-0001",)),
+    ]
+    found = look(
+        gather({}, {}, None), host=Box(tmp_path).host(), nvml=FakeNvml(gpus), environ={"CUDA_VISIBLE_DEVICES": spec}
+    )
+    verdict, detail, _ = point(found, "kind of cards")
+    assert verdict == "FAIL" and "split into MIG slices" in detail
+
+
+def test_beside_our_own_server_full_cards_are_no_mistake(tmp_path, model):
+    """`docker compose exec server flashnext doctor --report F` is how a bug report starts."""
+    state = tmp_path / "state.json"
+    wishes = gather({"model": str(tmp_path / "none"), "state_dir": str(tmp_path)}, {}, None)
+    full = [dataclasses.replace(gpu, free_bytes=GIB, processes=1) for gpu in simulate("3x3090").gpus]
+    host = Box(tmp_path / "box").meminfo(total=125 * GIB, available=20 * GIB).host()
+
+    def looked():
+        return look(wishes, host=host, nvml=FakeNvml(full), environ={})
+
+    assert point(looked(), "plan")[0] == "FAIL" and "server" not in points(looked())
+    state.write_text(json.dumps({"phase": "serving", "pid": os.getpid()}))
+    found = looked()
+    assert "(serving)" in point(found, "server")[1]
+    assert (
+        point(found, "cards in use")[0] == "PASS" and "22.68 GiB held by 1 compute" in point(found, "cards in use")[1]
+    )
+    verdict, detail, fix = point(found, "plan")
+    assert verdict == "WARN" and "beside the running server" in detail and "down" in fix
+    for ended in ({"phase": "failed", "pid": None}, {"phase": "serving", "pid": 2**22 + 1}, {"phase": "serving"}, []):
+        state.write_text(json.dumps(ended))
+        assert looked().running is None, ended
+
+
 # --- host -------------------------------------------------------------------------------------------------------------
 
 

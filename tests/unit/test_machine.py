@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -648,6 +649,16 @@ def test_processes_whose_memory_is_hidden_are_not_none_and_not_zero():
     assert (card.processes, card.graphics_processes, card.process_bytes) == (1, None, None)
     idle = Nvml(Library(**{**hidden, "nvmlDeviceGetComputeRunningProcesses": []})).facts().gpus[0]
     assert (idle.processes, idle.process_bytes) == (0, 0)
+
+
+def test_every_name_that_is_asked_for_is_one_of_the_librarys():
+    """A card that does not know a call and a name that is misspelt would both be None."""
+    text = (Path(__file__).parents[2] / "entrypoint" / "nvml.py").read_text()
+    names = set(re.findall(r"\bnvml[A-Z]\w+", text))
+    assert len(names) > 20 and {name for name in names if not hasattr(pynvml, name)} == {
+        "nvmlReturn_t",
+        "nvmlGpuP2PCapsIndex_t",
+    }
 
 
 def test_nvml_of_an_old_driver_has_no_reserve():

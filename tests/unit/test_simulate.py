@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -326,6 +328,14 @@ def test_a_box_in_a_file(tmp_path):
         assert box.numa[0].free_bytes == 60 * GIB
     over = simulate(f"@{file}", ram="60GiB", disk="nvme")
     assert (over.ram_available_bytes, over.mounts["data"].kind) == (58 * GIB, "nvme")
+
+
+def test_the_example_in_the_docs_is_a_box(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    file = tmp_path / "box.yaml"
+    file.write_text(re.search(r"```\n(cards:.*?)```", text, re.DOTALL)[1])
+    box = simulate(f"@{file}")
+    assert names(box) == ["RTX 3090", "RTX 3090", "RTX 4090"] and box.ram_available_bytes == 96 * GIB
 
 
 def test_the_facts_of_any_box_read_back(tmp_path):
