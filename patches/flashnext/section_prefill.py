@@ -28,11 +28,13 @@ What it costs, T rows, S columns, C tokens of context, 2 K/V heads of 256, n = n
 - Not overlapped: the copy of the first section and the attention to the last. That is why sections are smaller than the
   arena allows: with n sections about 1/n of the copy is left standing alone. It is why they are not much smaller: each
   costs the CPU two launches and two events, and each program its query (8 KiB) and the count of its columns.
-- Sort: T x S int32 keys, one torch.sort for 128 rows; up to 4,096 columns PyTorch sorts a row in one thread block.
+- Sort: T x S int32 keys, one torch.sort for 128 rows; up to 4,096 columns PyTorch sorts a row in one thread block (radix
+  sort in shared memory, ATen/native/cuda/Sort.h). A sort of 4,096 inside a Triton kernel did not compile within 200 s.
 Rates are those of the article (PCIe 4.0 x16, RTX 3090); times are arithmetic, not measurements.
 
 Memory (`buffer_bytes`): everything is allocated once; none of it depends on C or n. At the model's sizes, T = 512 and
-S = 2,051: the arena, 12.7 MB of state, 4.2 MB of sorted tokens, 3.2 MB to sort in, 64 KiB of flags. A call allocates nothing.
+S = 2,051: the arena, 12.7 MB of state, 4.2 MB of sorted tokens, 3.2 MB to sort in, 64 KiB of flags. A call
+allocates nothing, but for one row of positions that torch.sort makes for its own use (16 KiB).
 """
 
 import contextlib

@@ -6,6 +6,9 @@ kernel on the same data.
 """
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -292,6 +295,19 @@ def test_a_context_beyond_the_block_table_is_cut_and_an_empty_span_has_no_sectio
 )
 def test_refused_with_the_reason(plain, what, words):
     assert words in plain["refused"][what]
+
+
+def test_the_program_for_a_card_runs(engine_python, tmp_path):
+    """tests/gpu/sections.py on the CPU: tiny, in plain PyTorch, without the stock kernel."""
+    repository = Path(__file__).resolve().parents[2]
+    program, out = repository / "tests" / "gpu" / "sections.py", tmp_path / "out.json"
+    command = [engine_python, str(program), "--site", str(repository / "patches"), "--rehearse", "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 6 and len(found["sweeps"]["parts"]) == 4 and found["faults"] == []
 
 
 # The kernels, in Triton's interpreter
