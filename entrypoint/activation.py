@@ -51,9 +51,9 @@ def row_bytes(s: Shapes) -> int:
 
 
 def logits_bytes(s: Shapes, step: Step) -> int:
-    """Indexer scores of as many rows as the limit allows, one at least."""
+    """Indexer scores of the step's rows, cut at the limit, one row at least."""
     row = cdiv(step.context, s.indexer_compress_ratio) * FP32_BYTES
-    return row * max(1, min(step.rows, step.logits_limit_bytes // row))
+    return max(row, min(step.rows * row, step.logits_limit_bytes))
 
 
 def lines(s: Shapes, step: Step, fixed_bytes: int) -> dict[str, int]:

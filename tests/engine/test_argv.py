@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PARSE = r"""
@@ -24,29 +26,27 @@ for argv in json.loads(sys.argv[1]):
         "pipeline_parallel_size", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
         "kv_cache_memory_bytes", "gpu_memory_utilization", "language_model_only", "async_scheduling", "reasoning_parser", "enable_auto_tool_choice",
         "tool_call_parser", "shutdown_timeout", "additional_config", "override_generation_config", "host", "port")},
-        "compilation": str(got["compilation_config"])})
+        "compilation": str(got["compilation_config"]), "sizes": got["compilation_config"].cudagraph_capture_sizes})
 print("JSON" + json.dumps(out))
 """
 
-BOXES = ["3x3090", "4x3090", "8x3090", "2x3090+1x4090", "1xRTX PRO 6000", "3x5090", "3xA5000", "1x3090+1xRTX PRO 6000"]
 WISHES = [
-    {},
-    {"FLASHNEXT_STREAMS": "6", "FLASHNEXT_CONTEXT": "65536", "FLASHNEXT_CHUNK": "1024"},
-    {"FLASHNEXT_EXTRA_ARGS": "--max-log-len 100 --compilation-config.pass_config.fuse_norm_quant false"},
-    {"FLASHNEXT_MODEL_NAME": "a b", "FLASHNEXT_P2P": "on"},
+    {"EXTRA_ARGS": "--max-log-len 100 --compilation-config.pass_config.fuse_norm_quant false"},
+    {"MODEL_NAME": "a b", "P2P": "on"},
 ]
 
 
 def plans() -> list[list[str]]:
-    """argv of every box and wish, made by the kit's own Python in a process of its own (the engine's has no typer)."""
+    """argv of every plan of tests/unit/boxes.yaml, and of the first one with WISHES, made by the kit in a process of its own."""
     script = (
         "import json, sys; from entrypoint import plan as p; from entrypoint.simulate import simulate; from entrypoint.wishes import gather\n"
-        "boxes, wishes = json.load(sys.stdin)\n"
-        "print(json.dumps([p.make_plan(simulate(b, ram='250GiB'), p.published(), gather({}, w, None)).argv for b in boxes for w in wishes]))"
+        "print(json.dumps([p.make_plan(simulate(r['cards'], **{k: r[k] for k in ('ram', 'cgroup', 'disk', 'wsl') if k in r}), p.published(),"
+        " gather({}, {'FLASHNEXT_' + k: v for k, v in r.get('wish', {}).items()}, None)).argv for r in json.load(sys.stdin)]))"
     )
+    rows = [row for row in yaml.safe_load((ROOT / "tests/unit/boxes.yaml").read_text()) if "plan" in row]
     done = subprocess.run(
         [sys.executable, "-c", script],
-        input=json.dumps([BOXES, WISHES]),
+        input=json.dumps(rows + [{**rows[0], "wish": wish} for wish in WISHES]),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -57,13 +57,17 @@ def plans() -> list[list[str]]:
 
 def test_the_real_parser_takes_every_plan(run_pristine):
     argvs = plans()
-    assert len(argvs) == len(BOXES) * len(WISHES)
+    assert len(argvs) >= 50
     results = json.loads(run_pristine(PARSE, json.dumps(argvs)).stdout.split("JSON")[-1])
     for argv, result in zip(argvs, results, strict=True):
         got = result["got"]
         assert result["unknown"] == [], argv
         assert got["kv_cache_memory_bytes"] == int(argv[argv.index("--kv-cache-memory-bytes") + 1])
         assert got["max_model_len"] == int(argv[argv.index("--max-model-len") + 1])
+        assert got["max_num_batched_tokens"] == int(argv[argv.index("--max-num-batched-tokens") + 1])
+        assert got["max_num_seqs"] == int(argv[argv.index("--max-num-seqs") + 1])
+        assert result["sizes"] == json.loads(argv[argv.index("--compilation-config") + 1])["cudagraph_capture_sizes"]
+        assert result["sizes"][0] == 1 and result["sizes"][-1] == got["max_num_seqs"]
         assert got["pipeline_parallel_size"] == int(argv[argv.index("--pipeline-parallel-size") + 1])
         assert (
             got["tensor_parallel_size"],
