@@ -84,9 +84,7 @@ def test_a_plan_adds_up_and_exceeds_nothing_and_a_refusal_names_a_number(machine
     assert sum(line.bytes for line in made.host) == machine.ram_available_bytes
     assert made.host[-1].bytes >= p.thumb()["page_cache_bytes"]["value"]
     # every weight is on one card, once
-    weights = sum(
-        line.bytes for stage in made.stages for line in stage.lines if line.source == p.published().origin
-    )
+    weights = sum(line.bytes for stage in made.stages for line in stage.lines if line.source == p.published().origin)
     model = p.published()
     assert weights == sum(model.layer_bytes) + model.embed_bytes + model.head_bytes
     # one whole request, a start for every other stream, a spare
