@@ -10,7 +10,8 @@ Rule order:
 3. the engine's token is the reference's wherever the reference's margin is above twice the bound of rule 2, and it is
    never one that the reference puts more than that below its best;
 4. the prompt's own tokens: rules 1 and 2 again (they are compared at their own log-probability, likely or not);
-5. `together` and `again`: rules 1 to 3 up to the first token that differs from the reference, and at least one position.
+5. `together` (each round of it) and `again`: rules 1 to 3 up to the first token that differs from the reference, and at least
+   one position.
 A wrong kernel, a swapped stream or a mis-read scale moves log-probabilities by tenths to whole nats at most positions
 (tests/engine/test_checkpoints.py measures that for each part of the model), which rule 1 does not let through.
 """
@@ -76,15 +77,59 @@ def judge_all(reference: dict, answers: dict) -> dict:
     modes: dict = {}
     faults: list[str] = []
     known: list[str] = []
-    for mode in ("alone", "together", "again"):
+    given = {mode: answers[mode] for mode in ("alone", "together", "again")}
+    given |= {f"round {number}": found for number, found in enumerate(answers.get("rounds", []), 1)}
+    for mode, found in given.items():
         modes[mode] = {}
         for prompt in reference["prompts"]:
-            if prompt["name"] not in answers[mode]:
+            if prompt["name"] not in found:
                 if mode != "again":
                     faults.append(f"{mode} {prompt['name']}: no answer")
                 continue
-            judged = judge(prompt, answers[mode][prompt["name"]], reference["noise"])
+            judged = judge(prompt, found[prompt["name"]], reference["noise"])
             modes[mode][prompt["name"]] = judged
             told = known if prompt["name"] in KNOWN else faults
             told += [f"{mode} {prompt['name']}: {fault}" for fault in judged["faults"]]
     return {"modes": modes, "faults": faults, "known": known}
+
+
+BARS = {"decode far": 0.97, "decode": 0.93, "prefill": 0.8, "memory_mib": 16}
+"""Least decode rate at the longest context against the shortest; least decode rate at the shortest context, and prefill rate at
+the longest context up to 131,072 tokens, against K/V on the card; most card memory that the longest context may take above the shortest."""
+
+
+def judge_rates(host: list[dict], card: list[dict]) -> list[str]:
+    """What is below the bars, K/V in host memory against K/V on the card; [] if nothing is."""
+    faults = []
+    by_context = {row["context"]: row for row in card}
+    near, far = host[0], host[-1]
+
+    def bar(name: str, what: str, got: float, against: float) -> None:
+        if got < BARS[name] * against:
+            faults.append(f"{what}: {got:.1f} tokens/s, {got / against:.3f} of {against:.1f}, bar {BARS[name]}")
+
+    bar(
+        "decode far",
+        f"decode at {far['context']} against {near['context']}",
+        far["decode_tokens_per_s"],
+        near["decode_tokens_per_s"],
+    )
+    other = by_context[near["context"]]
+    bar(
+        "decode",
+        f"decode at {near['context']} against K/V on the card",
+        near["decode_tokens_per_s"],
+        other["decode_tokens_per_s"],
+    )
+    long = max(row["context"] for row in host if row["context"] <= 131_072)
+    mine = next(row for row in host if row["context"] == long)
+    bar(
+        "prefill",
+        f"prefill of {long} against K/V on the card",
+        mine["prefill_tokens_per_s"],
+        by_context[long]["prefill_tokens_per_s"],
+    )
+    for number, (first, last) in enumerate(zip(near["cards_mib"], far["cards_mib"], strict=True)):
+        if last - first > BARS["memory_mib"]:
+            faults.append(f"card {number}: {last - first} MiB more at {far['context']} than at {near['context']}")
+    return faults

@@ -8,15 +8,21 @@ Nothing is judged here. For each prompt of the reference:
              position is compared under the same history. Log-probabilities of the prompt's tokens come from the prefill.
   together   four at a time, started at once, lengths mixed, so that prefill of one meets decoding of others
   again      the first prompts once more at the end, when every state slot has been used by others
+  rounds     `together` as often again as --rounds says
 
     engine.py --model DIR --reference FILE --out FILE [--stages N] [--arguments JSON]      answers
-    engine.py --model DIR --dummy --out FILE --stages N [--arguments JSON]                 no weights: boots, generates
+    engine.py --model DIR --lengths N,... --out FILE [...]         a reference of its own: its greedy answers to such prompts
+    engine.py --model DIR --dummy --out FILE --stages N [...]      no weights: boots, generates
+    engine.py --model DIR --dummy --contexts N,... --out FILE [...]    no weights: rates and card memory, one request each
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
+import subprocess
 import time
 
 TOP = 20
@@ -45,6 +51,8 @@ def arguments(opt: argparse.Namespace) -> dict:
         base["distributed_executor_backend"] = "mp"
     if opt.dummy:
         base |= {"load_format": "dummy", "max_model_len": 32768}
+    if opt.contexts:
+        base["disable_log_stats"] = False  # requests then come with their times
     return base | json.loads(opt.arguments)
 
 
@@ -99,7 +107,58 @@ class Asker:
         return {"tokens": taken, "top": top, "prompt_logprobs": given}
 
 
-def answers(asker: Asker, prompts: list[dict]) -> dict:
+def tokens_of(length: int, most: int) -> list[int]:
+    """A prompt of so many tokens below `most`, another for each length; the highest ids are the tokenizer's own."""
+    return [random.Random(length * 7919 + n).randrange(most - 64) for n in range(length)]
+
+
+def own_reference(asker: Asker, lengths: list[int], most: int) -> dict:
+    """The engine's greedy answers as a document that `answers` and `compare` take for a reference."""
+    prompts = []
+    for length in lengths:
+        ids = tokens_of(length, most)
+        answer = asker.ask([(ids, 16)], prompt_logprobs=True)[0]
+        top = [sorted(([int(t), logp] for t, logp in step.items()), key=lambda x: -x[1]) for step in answer["top"]]
+        prompts.append(
+            {
+                "name": "one" if length == 1 else f"{length} tokens",
+                "prompt": ids,
+                "greedy": answer["tokens"],
+                "top": top,
+            }
+            | {"prompt_logprobs": answer["prompt_logprobs"]}
+        )
+        print(f"ANSWERED {length} tokens", flush=True)
+    return {"prompts": prompts}
+
+
+def rates(asker: Asker, contexts: list[int], most: int) -> list[dict]:
+    """One request of each context by itself: tokens per second before and after its first token, and the cards' memory."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=129, ignore_eos=True, detokenize=False)
+    rows = []
+    asker.ask([(tokens_of(700, most), 16)])
+    for context in contexts:
+        prompt = TokensPrompt(prompt_token_ids=tokens_of(context, most))
+        times = asker.llm.generate([prompt], sampling, use_tqdm=False)[0].metrics
+        mine = ["-i", os.environ["CUDA_VISIBLE_DEVICES"]]  # nvidia-smi itself lists every card
+        query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        listed = subprocess.run(["nvidia-smi", *mine, *query], capture_output=True, text=True, check=True)
+        rows.append(
+            {
+                "context": context,
+                "prefill_tokens_per_s": context / (times.first_token_ts - times.scheduled_ts),
+                "decode_tokens_per_s": (times.num_generation_tokens - 1) / (times.last_token_ts - times.first_token_ts),
+                "cards_mib": [int(line) for line in listed.stdout.split()],
+            }
+        )
+        print(f"RATES {json.dumps(rows[-1])}", flush=True)
+    return rows
+
+
+def answers(asker: Asker, prompts: list[dict], rounds: int) -> dict:
     out: dict = {"alone": {}, "together": {}, "again": {}}
     start = time.monotonic()
     for prompt in prompts:
@@ -108,10 +167,17 @@ def answers(asker: Asker, prompts: list[dict]) -> dict:
     # Short and long in one group: the long ones are still in prefill when the short ones decode.
     order = sorted(prompts, key=lambda p: len(p["prompt"]))
     mixed = [p for pair in zip(order, reversed(order), strict=True) for p in pair][: len(order)]
-    for at in range(0, len(mixed), 4):
-        group = mixed[at : at + 4]
-        for prompt, answer in zip(group, asker.ask([(p["prompt"], len(p["greedy"])) for p in group]), strict=True):
-            out["together"][prompt["name"]] = answer
+
+    def together() -> dict:
+        found = {}
+        for at in range(0, len(mixed), 4):
+            group = mixed[at : at + 4]
+            for prompt, answer in zip(group, asker.ask([(p["prompt"], len(p["greedy"])) for p in group]), strict=True):
+                found[prompt["name"]] = answer
+        return found
+
+    out["together"] = together()
+    out["rounds"] = [together() for _ in range(rounds)]
     for prompt in prompts[:3]:
         out["again"][prompt["name"]] = asker.ask([(prompt["prompt"], len(prompt["greedy"]))])[0]
     out["answers_s"] = time.monotonic() - start
@@ -126,6 +192,10 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--arguments", default="{}")
     parser.add_argument("--dummy", action="store_true")
+    parser.add_argument("--rounds", type=int, default=0)
+    numbers = {"type": lambda text: [int(n) for n in text.split(",")], "default": []}
+    parser.add_argument("--lengths", **numbers)
+    parser.add_argument("--contexts", **numbers)
     opt = parser.parse_args()
 
     start = time.monotonic()
@@ -135,7 +205,12 @@ def main() -> None:
     boot_s = time.monotonic() - start
     print(f"BOOTED {boot_s:.1f} s", flush=True)
     asker = Asker(llm)
-    if opt.dummy:
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    if opt.contexts:
+        result = {"rates": rates(asker, opt.contexts, vocabulary)}
+    elif opt.lengths:
+        result = own_reference(asker, opt.lengths, vocabulary)
+    elif opt.dummy:
         # Random weights say nothing of quality: requests of one chunk and of several, past the budget, then four at once.
         requests = [([(7 * n + 3) % 2000 for n in range(length)], 16) for length in (2, 100, 700, 3000)]
         for request in requests:
@@ -145,7 +220,7 @@ def main() -> None:
         result = {"lengths": [len(a["tokens"]) for a in asker.ask(requests)]}
     else:
         with open(opt.reference, encoding="utf-8") as file:
-            result = answers(asker, json.load(file)["prompts"])
+            result = answers(asker, json.load(file)["prompts"], opt.rounds)
     with open(opt.out, "w", encoding="utf-8") as file:
         json.dump(result | {"boot_s": boot_s}, file)
     print("DONE", flush=True)

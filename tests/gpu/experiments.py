@@ -28,6 +28,7 @@ REFERENCES = HERE / "references"
 
 NEWER_CARDS_ONLY = "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel"
 LOADED = re.compile(r"(?:Worker_PP(\d)[^\n]*?)?Model loading took ([0-9.]+) GiB")
+POOL = re.compile(r"K/V pool of [^\n]+")
 KERNELS = re.compile(r"Using (\w+) for CompressedTensorsWNA16|Using '(\w+)' WNA16 MoE backend")
 
 
@@ -37,6 +38,9 @@ class Experiment:
 
     without: file name of a patch that is taken out of the tree for this run. load_only: stop once every stage has reported
     the size of its weights. limit_s: wall clock, boot included.
+    lengths: prompts of so many tokens, whose answers are a reference for others. contexts: rates at these, with dummy weights.
+    against: the experiment whose answers or rates, of the same run, this one is judged by. rounds: how often all prompts are
+    asked again four at a time.
     """
 
     name: str
@@ -47,6 +51,10 @@ class Experiment:
     wrapper: bool = False
     load_only: bool = False
     without: str | None = None
+    lengths: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    against: str | None = None
+    rounds: int = 0
 
     @property
     def dummy(self) -> bool:
@@ -55,6 +63,21 @@ class Experiment:
 
 MARLIN, TRITON = {"moe_backend": "marlin"}, {"moe_backend": "triton"}
 TABLE_ON_DISK = {"additional_config": {"flashnext": {"table": {"backing": "checkpoint"}}}}
+
+
+def host_kv(max_bytes: int, arena_bytes: int, **arguments) -> dict:
+    return arguments | {
+        "additional_config": {"flashnext": {"host_kv": {"max_bytes": max_bytes, "arena_bytes": arena_bytes}}}
+    }
+
+
+# Blocks of 6,080 tokens on one stage and 12,160 on two: 74 of them, 1.7 or 3.4 GiB of host memory; the arena takes 8 or 4.
+TINY_HOST = host_kv(8 << 30, 4 * 12_160 * 2_048, kv_cache_memory_bytes=60_000_000)
+LONG = {"max_model_len": 24_576}
+LENGTHS = (1, 2, 3, 511, 512, 513, 2_050, 2_051, 4_097, 6_079, 6_080, 6_081, 12_161, 13_000, 20_000)
+FAR = {"max_model_len": 262_144, "max_num_seqs": 4}
+CONTEXTS = (4_096, 32_768, 131_072, 253_952)
+
 EXPERIMENTS = (
     Experiment("mixed-1", "mixed", 1, 420, MARLIN),
     Experiment("bf16-1", "bf16", 1, 420, TRITON),
@@ -73,6 +96,31 @@ EXPERIMENTS = (
         load_only=True,
         without="0007-modules-of-this-stage-only.patch",
     ),
+    # K/V in host memory: against transformers, then against K/V on the card with prompts of one to 20,000 tokens.
+    Experiment("bf16-1-host", "bf16", 1, 300, TRITON | TINY_HOST),
+    Experiment("bf16-2-host", "bf16", 2, 300, TRITON | TINY_HOST),
+    Experiment("mixed-2-host", "mixed", 2, 300, MARLIN | TINY_HOST),
+    Experiment("bf16-1-long", "bf16", 1, 420, TRITON | LONG, lengths=LENGTHS),
+    Experiment("bf16-1-long-host", "bf16", 1, 540, TRITON | LONG | TINY_HOST, against="bf16-1-long", rounds=14),
+    Experiment("bf16-2-long-host", "bf16", 2, 540, TRITON | LONG | TINY_HOST, against="bf16-1-long", rounds=14),
+    # The bars of compare.BARS, full shapes on one card of 139 GiB.
+    Experiment(
+        "full-1-rates",
+        "full-shapes",
+        1,
+        560,
+        MARLIN | FAR | {"kv_cache_memory_bytes": 30_000_000_000},
+        contexts=CONTEXTS,
+    ),
+    Experiment(
+        "full-1-rates-host",
+        "full-shapes",
+        1,
+        560,
+        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, kv_cache_memory_bytes=470_000_000),
+        contexts=CONTEXTS,
+        against="full-1-rates",
+    ),
 )
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -87,6 +135,13 @@ class Place:
 
     def checkpoint(self, experiment: Experiment) -> pathlib.Path:
         return self.work / "checkpoints" / (experiment.variant + ("-wrapper" if experiment.wrapper else ""))
+
+
+def reference_of(experiment: Experiment, place: Place) -> pathlib.Path:
+    """What the experiment's answers are held to."""
+    if experiment.against:
+        return place.work / f"{experiment.against}.answers.json"
+    return REFERENCES / f"{experiment.variant}.json"
 
 
 def make_checkpoint(experiment: Experiment, place: Place) -> subprocess.Popen:
@@ -160,13 +215,26 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
     place.out.mkdir(parents=True, exist_ok=True)
     log, answers = place.out / f"{experiment.name}.log", place.work / f"{experiment.name}.answers.json"
     answers.unlink(missing_ok=True)
-    reference = REFERENCES / f"{experiment.variant}.json"
+    reference = reference_of(experiment, place)
+    if experiment.against and not reference.exists():
+        fault = f"{experiment.against} has left no answers to be held to: run it before, with the same work folder"
+        return {
+            "name": experiment.name,
+            "wall_s": 0.0,
+            "ended": "not begun",
+            "weights_gib": [],
+            "kernels": [],
+            "faults": [fault],
+        }
     command = [
         sys.executable,
         str(HERE / "engine.py"),
         *("--model", str(place.checkpoint(experiment)), "--out", str(answers), "--stages", str(experiment.stages)),
         *("--arguments", json.dumps(experiment.arguments)),
-        *(["--dummy"] if experiment.dummy else ["--reference", str(reference)]),
+        *(["--dummy"] if experiment.dummy else [] if experiment.lengths else ["--reference", str(reference)]),
+        *(["--lengths", ",".join(map(str, experiment.lengths))] if experiment.lengths else []),
+        *(["--contexts", ",".join(map(str, experiment.contexts))] if experiment.contexts else []),
+        *("--rounds", str(experiment.rounds)),
     ]
     limit = min(experiment.limit_s, limit_s or experiment.limit_s)
     start = time.monotonic()
@@ -207,10 +275,22 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
     else:
         got = json.loads(answers.read_text())
         result["boot_s"] = round(got["boot_s"], 1)
-        if experiment.dummy:
+        result["pool"] = POOL.findall(text)
+        if experiment.against and not result["pool"]:
+            faults.append("no stage says that it allocated a K/V pool in host memory")
+        if experiment.contexts:
+            result["rates"] = got["rates"]
+            if experiment.against:
+                faults += compare.judge_rates(got["rates"], json.loads(reference.read_text())["rates"])
+        elif experiment.dummy:
             result["lengths"] = got["lengths"]
             if any(length != 16 for length in got["lengths"]):
                 faults.append(f"requests ended early: {got['lengths']}")
+        elif experiment.lengths:
+            # Two engines that compute in BF16 are held to what BF16 does to one that does not.
+            noise = json.loads((REFERENCES / f"{experiment.variant}.json").read_text())["noise"]
+            answers.write_text(json.dumps(got | {"noise": noise}))
+            result["made"] = [prompt["name"] for prompt in got["prompts"]]
         else:
             judged = compare.judge_all(json.loads(reference.read_text()), got)
             result["modes"], faults, result["known"] = judged["modes"], judged["faults"], judged["known"]
@@ -236,6 +316,12 @@ def summary(result: dict) -> str:
             lines.append(
                 f"    prompts: mean {max(given):.4f}, most {max(p.get('prompt_most', 0) for p in prompts.values()):.3f}"
             )
+    for row in result.get("rates", []):
+        lines.append(
+            f"  {row['context']} tokens: prefill {row['prefill_tokens_per_s']:.0f}/s, decode {row['decode_tokens_per_s']:.1f}/s, "
+            f"cards {row['cards_mib']} MiB"
+        )
+    lines += [f"  {line}" for line in result.get("pool", [])[:4]]
     lines += [f"  fault: {fault}" for fault in result["faults"][:12]]
     lines += [f"  known: {fault}" for fault in result.get("known", [])[:3]]
     lines += [f"  | {line}" for line in result.get("tail", [])[-15:]]

@@ -2,7 +2,8 @@
 
     python3 -m tests.gpu.run --site DIR --out DIR [--work DIR] [--only NAME,...] [--budget SECONDS] [--cache FILE]
 
-One-card experiments run side by side, one on each card; then those of two cards, one after another. What does not fit
+One-card experiments run side by side, one on each card; then those of two cards, one after another; one that is held to the
+answers of another waits for it. What does not fit
 into the budget any more is named and left out. OUT gets results.json, logs.tar.xz (both after every experiment), and the
 compiled kernels as cache.tar.xz.0, .1, ...; --cache takes a folder with such files from an earlier run. Few and small
 files, since that is all that comes back from some machines. Exit status: 0 all passed, 1 a failure, 3 something was left
@@ -90,9 +91,12 @@ def main() -> int:
     count = cards()
     results, skipped = [], sorted(wrong)
     free, todo, running = list(range(count)), [e for e in chosen if e.name not in wrong], {}
+    names_running: dict = {}
     with ThreadPoolExecutor() as pool:
         while todo or running:
             for experiment in sorted(todo, key=lambda e: e.stages):
+                if experiment.against in {e.name for e in todo} | set(names_running.values()):
+                    continue  # it is held to that one's answers
                 if experiment.stages > count or left() < LEAST_S:
                     todo.remove(experiment)
                     skipped.append(experiment.name)
@@ -101,13 +105,15 @@ def main() -> int:
                     mine, free = free[: experiment.stages], free[experiment.stages :]
                     names = ",".join(map(str, mine))
                     print(f"{time.monotonic() - begun:.0f} s: begin {experiment.name} on {names}", flush=True)
-                    running[pool.submit(experiments.run, experiment, place, names, left())] = mine
+                    future = pool.submit(experiments.run, experiment, place, names, left())
+                    running[future], names_running[future] = mine, experiment.name
                 else:
                     break
             if not running:
                 continue
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 free = sorted(free + running.pop(done))
+                del names_running[done]
                 results.append(done.result())
                 print(experiments.summary(results[-1]), flush=True)
                 (opt.out / "results.json").write_text(json.dumps(results, indent=1))

@@ -33,6 +33,12 @@ def test_answers_are_those_of_the_reference(experiment, place, card_names):
         assert "HummingLinearKernel" in result["kernels"] and "MarlinLinearKernel" in result["kernels"]
 
 
+def test_host_kv_is_as_fast_as_the_bars_say_with_full_shapes(place, card_names):
+    card = outcome(experiments.BY_NAME["full-1-rates"], place, card_names)
+    host = outcome(experiments.BY_NAME["full-1-rates-host"], place, card_names)
+    assert card["faults"] == [] and host["faults"] == []
+
+
 def test_full_shapes_boot_on_two_stages_and_each_stage_holds_only_its_own(place, card_names):
     gated = outcome(experiments.BY_NAME["full-2"], place, card_names)
     ungated = outcome(experiments.BY_NAME["full-2-ungated"], place, card_names)

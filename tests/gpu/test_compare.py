@@ -83,3 +83,61 @@ def test_a_wrong_prompt_and_a_missing_answer_are_found(reference, answers):
     del answers["together"]["past-budget"]
     faults = compare.judge_all(reference, answers)["faults"]
     assert [fault.split(":")[0] for fault in faults] == ["alone chunk-and-one", "together past-budget"]
+
+
+def test_every_round_is_judged(reference, answers):
+    rounds = [copy.deepcopy(answers["together"]) for _ in range(3)]
+    assert compare.judge_all(reference, answers | {"rounds": rounds})["faults"] == []
+    rounds[1]["sixty-three"], rounds[1]["three"] = rounds[1]["three"], rounds[1]["sixty-three"]
+    del rounds[2]["past-budget"]
+    faults = compare.judge_all(reference, answers | {"rounds": rounds})["faults"]
+    assert {fault.split(":")[0] for fault in faults} == {"round 2 sixty-three", "round 2 three", "round 3 past-budget"}
+
+
+def rates(**changes) -> list[dict]:
+    """Rates of a run at three contexts; `changes`: {"decode 1": factor} for one row."""
+    rows = [
+        {"context": context, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": 120.0, "cards_mib": [70_000]}
+        for context, prefill in ((4_096, 3_000.0), (131_072, 2_000.0), (253_952, 1_500.0))
+    ]
+    for name, value in changes.items():
+        kind, row = name.rsplit("_", 1)
+        if kind == "mib":
+            rows[int(row)]["cards_mib"] = [70_000 + value]
+        else:
+            rows[int(row)][f"{kind}_tokens_per_s"] *= value
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"decode_0": 0.94, "decode_1": 0.94, "decode_2": 0.94, "prefill_1": 0.81, "mib_2": 16}, None),
+        ({"decode_2": 0.96}, "decode at 253952 against 4096: 115.2 tokens/s, 0.960 of 120.0, bar 0.97"),
+        ({"decode_0": 0.92, "decode_2": 0.92}, "decode at 4096 against K/V on the card: 110.4 tokens/s, 0.920 of"),
+        ({"prefill_1": 0.79}, "prefill of 131072 against K/V on the card: 1580.0 tokens/s, 0.790 of 2000.0, bar 0.8"),
+        ({"prefill_2": 0.5}, None),
+        ({"mib_2": 17}, "card 0: 17 MiB more at 253952 than at 4096"),
+    ],
+)
+def test_bars_for_rates(changes, fault):
+    faults = compare.judge_rates(rates(**changes), rates())
+    assert faults == [] if fault is None else len(faults) == 1 and faults[0].startswith(fault), faults
+
+
+def test_what_an_experiment_is_held_to_is_there_or_run_before(tmp_path):
+    place = experiments.Place(tmp_path, tmp_path, tmp_path / "out")
+    names = [experiment.name for experiment in experiments.EXPERIMENTS]
+    for at, experiment in enumerate(experiments.EXPERIMENTS):
+        reference = experiments.reference_of(experiment, place)
+        if experiment.against:
+            assert experiment.against in names[:at]
+            assert reference.parent == tmp_path
+            result = experiments.run(experiment, place, "0")
+            assert result["faults"] == [
+                f"{experiment.against} has left no answers to be held to: run it before, with the same work folder"
+            ]
+            assert experiments.summary(result).startswith(f"FAIL {experiment.name}")
+        elif not experiment.dummy:
+            assert reference.exists()
