@@ -207,6 +207,43 @@ def test_mig_and_small_shm_are_refused():
         p.make_plan(replace(box, shm_total_bytes=64 << 20), p.published(), gather({}, {}, None))
 
 
+def test_a_limit_on_locked_memory_below_the_pool_is_refused():
+    """C17: 8 MiB are what a service inherits; the capability overrides the limit, and K/V on the cards lock nothing."""
+    from dataclasses import replace
+
+    box = replace(simulate("3x3090", ram="125GiB"), memlock_bytes=8 << 20)
+    with pytest.raises(Refusal, match=r"0\.01 GiB of memory may be locked .* the K/V pool takes 47\.59 GiB") as e:
+        p.make_plan(box, p.published(), gather({}, {}, None))
+    assert "memlock" in e.value.fix
+    for other in (
+        replace(box, memlock_bytes=51_102_351_360),
+        replace(box, ipc_lock=True),
+        replace(simulate("4x3090", ram="125GiB"), memlock_bytes=8 << 20),
+    ):
+        assert p.make_plan(other, p.published(), gather({}, {}, None)).capacity["whole_requests_at_once"] == 4
+
+
+def test_a_data_disk_too_small_for_a_flat_table_is_told():
+    from dataclasses import replace
+
+    box = simulate("3x3090", ram="125GiB", disk="nvme")
+    full = {role: replace(mount, free_bytes=10 << 30) for role, mount in box.mounts.items()}
+    notes = p.make_plan(replace(box, mounts=full), p.published(), gather({}, {}, None)).notes
+    assert any("95.37 GiB" in note and "10.00 GiB free" in note for note in notes)
+
+
+def test_no_expandable_segments_cost_their_fragmentation():
+    on, off = make(), make(environ={"FLASHNEXT_EXPANDABLE_SEGMENTS": "off"})
+    assert [b.used_bytes - a.used_bytes for a, b in zip(on.stages, off.stages, strict=True)] == [100 << 20] * 3
+
+
+def test_what_vllm_prints_and_what_can_run():
+    c = make().capacity
+    assert (c["tokens"], c["concurrency"], c["groups"]) == (1_245_184, 4.75, 15)
+    assert (c["whole_requests_at_once"], c["short_requests_at_once"], c["full_requests"]) == (4, 4, 4.72)
+    assert c["host_pool_rounded_bytes"] == 48 << 30
+
+
 def test_cards_in_use_lower_the_utilization():
     from dataclasses import replace
 
