@@ -213,7 +213,8 @@ def pages(s: Shapes, most_qsa: int, host_pool: bool, block_size: int | None = No
     )
 
 
-def kv_layout(s: Shapes, partition: Sequence[int], host_pool: bool, block_size: int | None = None) -> KvLayout:
+@cache
+def kv_layout(s: Shapes, partition: tuple[int, ...], host_pool: bool, block_size: int | None = None) -> KvLayout:
     """Groups, pages and blocks of a partition as vLLM plans them; a `block_size` of one's own is for comparison only.
 
     Raises ValueError where no stage has a QSA layer.

@@ -220,6 +220,8 @@ class Search:
     def best(self) -> Choice | None:
         """The best choice, or None where nothing fits."""
         wished = self.asked.partition
+        if sum(gpu.free_bytes for gpu in self.gpus) < self.cards.weight_bytes(0, self.cards.shapes.layers):
+            return None  # most boxes that are too small end here
         whole = [wished] if wished else self._whole_groups()
         for pool in self.asked.pools:  # best first, so that the first which meets the whole wish ends the search
             made = [c for part in whole if (c := self._at_best(part, pool)) is not None]
@@ -258,6 +260,9 @@ class Search:
         return [p for p in budget.partitions(self.cards.shapes, len(self.gpus)) if p[0] >= first and self._holds(p)]
 
     def _holds(self, partition: tuple[int, ...]) -> bool:
+        stages = zip(self.gpus, bounds(partition), strict=True)
+        if any(gpu.free_bytes < self.cards.weight_bytes(a, b) for gpu, (a, b) in stages):
+            return False
         chunk, streams = min(self.asked.chunks), min(self.asked.streams)
         for pool in self.asked.pools:
             layout = budget.kv_layout(self.cards.shapes, partition, pool)

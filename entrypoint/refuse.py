@@ -21,6 +21,11 @@ _MUCH_RAM_BYTES = 1 << 50
 
 def why(search: Search, machine: Machine, asked: Asked) -> Refusal:
     """The refusal for a search that found nothing."""
+    least = without(
+        asked, chunks=(16,), streams=(1,), contexts=(min(LEAST_CONTEXT, asked.contexts[0]),) * 2, partition=None
+    )
+    if _tried(search, without(least, host_room_bytes=_MUCH_RAM_BYTES)) is None:
+        return _cards(search, machine)
     found = _chunk(search, asked) or _context(search, asked) or _streams(search, asked) or _partition(search, asked)
     return found or _ram(search, machine, asked) or _cards(search, machine)
 

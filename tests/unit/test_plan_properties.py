@@ -88,7 +88,7 @@ def test_a_plan_adds_up_and_exceeds_nothing_and_a_refusal_names_a_number(machine
     model = p.published()
     assert weights == sum(model.layer_bytes) + model.embed_bytes + model.head_bytes
     # one whole request, a start for every other stream, a spare
-    layout = budget.kv_layout(p.shapes(model.text), c["partition"], bool(c["host_pool_bytes"]))
+    layout = budget.kv_layout(p.shapes(model.text), tuple(c["partition"]), bool(c["host_pool_bytes"]))
     assert c["blocks"] >= choice.least_blocks(layout, c["context"], c["streams"])
     assert c["whole_requests_at_once"] >= 1
     assert c["host_pool_bytes"] == (layout.host_bytes(c["blocks"]) if c["host_pool_bytes"] else 0)
