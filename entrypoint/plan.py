@@ -237,7 +237,7 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
     chosen, search = choice.choose(cards, machine.gpus, asked)
     if chosen is None:
         raise refuse.why(search, machine, asked)
-    kv = _kv(machine, wishes, chosen)
+    chosen, kv = _with_pool(cards, machine, wishes, asked, chosen, search)
     rules.check_memlock(machine, kv.host_bytes)
     rules.check_extra(split(wishes.value("extra_args") or ""), s, chosen.layout.block_size, chosen.step.rows, machine)
     notes += _notes(machine, model, s, wishes, chosen, kv)
@@ -452,7 +452,23 @@ class _Kv:
     reason: str
 
 
-def _kv(machine: Machine, wishes: Wishes, c: Choice) -> _Kv:
+def _with_pool(
+    cards: Cards, machine: Machine, wishes: Wishes, asked: Asked, c: Choice, search: choice.Search
+) -> tuple[Choice, _Kv]:
+    """The pool of a choice. A wished size that suits host K/V only, or K/V on the cards only, decides where both do the same."""
+    try:
+        return c, _kv(wishes, c)
+    except Refusal:
+        others = tuple(pool for pool in asked.pools if pool != c.host_pool)
+        other, other_search = (
+            choice.choose(cards, machine.gpus, choice.without(asked, pools=others)) if others else (None, None)
+        )
+        if other is None or other_search.objective(other) < search.objective(c):
+            raise
+        return other, _kv(wishes, other)
+
+
+def _kv(wishes: Wishes, c: Choice) -> _Kv:
     """Blocks: the wish where it fits; the measured rule on its partition; else what the streams need and the memory holds."""
     layout, least = c.layout, choice.least_blocks(c.layout, c.context, c.streams)
     wished = wishes.value("kv_cache_memory")
