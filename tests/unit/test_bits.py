@@ -142,6 +142,23 @@ def test_figure_is_svg_whose_bars_are_as_wide_as_the_bytes(demo):
         ]
 
 
+@pytest.mark.parametrize("wish", ["hyper_connection=bf16", "experts=int2"])
+def test_words_of_the_figure_are_whole_and_inside_it(demo, wish):
+    stored, text = demo
+    account = bits.count(bits.what_if(stored, wish), text, f"{bits.DEMO_ALLOCATION} " * 3)
+    tree = ET.fromstring(bits.svg(account))
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [t for t in tree.iter(f"{space}text")]
+    assert " ".join(t.text for t in texts if t.get("font-size") == "12").split() == account.origin.split()
+    assert all(float(t.get("y")) < int(tree.get("height")) - 4 for t in texts)
+    # On a segment only where it is wide enough; each name else in the legend.
+    segments = [(float(r.get("x")), float(r.get("width"))) for r in tree.iter(f"{space}rect") if len(r)]
+    for label in (t for t in texts if t.get("text-anchor") == "middle"):
+        assert any(abs(x + w / 2 - float(label.get("x"))) < 0.02 and 6 * len(label.text) < w for x, w in segments)
+    legend = {t.text.split(":")[0] for t in texts}
+    assert {r.category for r in account.rows if r.resident} <= legend
+
+
 def test_the_command(tmp_path):
     def run(*args):
         return subprocess.run(
