@@ -68,9 +68,15 @@ def setting_of(vllm_config: Any) -> Setting | None:
 
 
 def check(vllm_config: Any) -> None:
-    """Refuse what host K/V does not work with: ValueError, one line. Called when the config is made."""
-    if setting_of(vllm_config) is None:
-        return
+    """Refuse what host K/V does not work with, and a wrong setting: NotImplementedError, one line. Called when the config is made."""
+    try:
+        if setting_of(vllm_config) is not None:
+            _check(vllm_config)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from None  # pydantic would add its own words to a ValueError
+
+
+def _check(vllm_config: Any) -> None:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for wrong, what, fix in (
         (parallel.tensor_parallel_size > 1, "tensor parallelism", "--tensor-parallel-size 1"),

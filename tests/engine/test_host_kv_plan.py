@@ -190,5 +190,5 @@ def test_refusals(seen, case):
         assert said is None
         return
     assert wanted in said
-    line = next(line for line in said.splitlines() if "flashnext: " in line)
-    assert re.search(r"flashnext: (.+?)\.? Fix: ([^\n]+)", line), line  # what entrypoint/boot.py shows to the user
+    # One line, nothing of pydantic's around it, in the shape that entrypoint/boot.py shows to the user.
+    assert re.fullmatch(r"flashnext: (.+?)\.? Fix: ([^\n]+)", said), said
