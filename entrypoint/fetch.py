@@ -1,8 +1,8 @@
 """Decides how a checkpoint gets into a folder whole: what is missing, whether it fits, whether what came is what the hub lists.
 
 Rule order of `fetch`
-1. The hub is asked once for the revision: its commit, and each file's size and hash. A folder of this machine is listed
-   instead, and its files are copied.
+1. A folder that this user cannot write to is refused. Then the hub is asked once for the revision: its commit, and each
+   file's size and hash. A folder of this machine is listed instead, and its files are copied.
 2. A file that is there with the right size, and whose hash was checked before (NOTE) or is right now, is kept.
 3. What is left must fit on the disk, with a margin. Nothing is written before that is known.
 4. Files come several at a time with huggingface_hub's HTTP, each into NAME.partial, where a later try or run goes on. A
@@ -254,11 +254,37 @@ def _bytes_here(target: Path, files: Sequence[Wanted], ends: Sequence[str] = (""
     return done
 
 
+def _nearest(target: Path) -> Path:
+    """`target`, or the folder nearest above it that is there."""
+    place = target.absolute()
+    while not os.path.exists(place) and place != place.parent:  # Path.exists raises where it may not look
+        place = place.parent
+    return place
+
+
+def check_writable(target: Path) -> None:
+    """Refuse (code 5) where files cannot be made in `target`, or the folder itself cannot."""
+    place = _nearest(target)
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        return
+    try:
+        fixed = os.statvfs(place).f_flag & os.ST_RDONLY
+    except OSError:
+        fixed = 0
+    why = (
+        "is no folder" if not place.is_dir() else "is mounted read-only" if fixed else "may not be written by this user"
+    )
+    raise Refusal(
+        f"cannot fetch into {target}: {place} {why}",
+        "name another folder with --to; the container sees the checkpoint read-only, so fetch on the host: "
+        "./flashnext fetch --to FOLDER, with FLASHNEXT_MODEL_DIR=FOLDER",
+        Exit.TABLE,
+    )
+
+
 def check_space(target: Path, missing_bytes: int, free_bytes: int | None = None) -> None:
     """Refuse (code 5) where `missing_bytes` and a margin do not fit beside what is on the target's disk."""
-    place = target
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _nearest(target)
     try:
         free = shutil.disk_usage(place).free if free_bytes is None else free_bytes
     except OSError as error:
@@ -448,6 +474,7 @@ def fetch(
 ) -> Fetched:
     """Bring the checkpoint `source` (OWNER/NAME or a folder) into `target`. Raises Refusal (code 2, 4 or 5)."""
     begun = time.monotonic()
+    check_writable(target)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:

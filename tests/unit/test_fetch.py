@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,42 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(hub, tmp_path, mo
     with pytest.raises(Refusal, match="are still to be fetched") as refused:
         brought(hub, tmp_path / "t")
     assert refused.value.code == Exit.TABLE and not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("below", [".", "a/b"])
+def test_a_folder_that_may_not_be_written_is_refused_before_the_hub_is_asked(hub, below):
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        if user == 0:
+            os.seteuid(65_534)  # root may write everywhere
+        try:
+            with pytest.raises(Refusal, match="may not be written by this user") as refused:
+                brought(hub, Path(folder) / below)
+        finally:
+            os.seteuid(user)
+            Path(folder).chmod(0o755)
+        assert list(Path(folder).iterdir()) == []
+    assert refused.value.code == Exit.TABLE and "./flashnext fetch --to FOLDER" in refused.value.fix
+    assert hub.seen == []
+
+
+def test_a_read_only_mount_is_refused_as_one(hub):
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    fixed = [Path(m[1]) for m in mounts if "ro" in m[3].split(",") and os.path.isdir(m[1])]
+    if not fixed:
+        pytest.skip("DID NOT RUN: nothing is mounted read-only here")
+    with pytest.raises(
+        Refusal, match=f"cannot fetch into {fixed[0]}/model: {fixed[0]} is mounted read-only"
+    ) as refused:
+        brought(hub, fixed[0] / "model")
+    assert refused.value.code == Exit.TABLE and hub.seen == []
+
+
+def test_a_file_in_the_folders_place_is_refused(hub, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(Refusal, match="file is no folder"):
+        brought(hub, tmp_path / "file")
 
 
 def test_space_counts_what_is_missing_and_a_margin(tmp_path):
