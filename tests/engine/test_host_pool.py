@@ -161,7 +161,18 @@ hp.ExactBuffer = real
 pool = allocate(2, 33 * MIB, Recorder())
 landed = pool.landed()
 thp = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-out["landed"] = [thp.read_text() if thp.exists() else "[never]", landed.huge_bytes, Path("/proc/self/numa_maps").exists(),
+def advice(address):
+    # What the kernel was told about the mapping that holds `address`.
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            first, last = (int(x, 16) for x in line.split()[0].split("-"))
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return [flag for flag in line.split()[1:] if flag in ("hg", "nh", "dc")]
+address = pool.buffers[0].address
+out["advice"] = [thp.exists(), advice(address), advice(address + 32 * MIB - 1), advice(address + 32 * MIB), advice(address + 33 * MIB - 1)]
+out["landed"] = [landed.huge_bytes, Path("/proc/self/numa_maps").exists(),
                  sum((landed.node_bytes or {}).values()), str(landed)]
 smaps = "\n".join(
     f"{start}-{end} rw-p 00000000 00:00 0\nSize: 1 kB\nAnonHugePages:  {huge} kB\nVmFlags: rd wr"
@@ -299,11 +310,11 @@ def test_memory_that_the_kernel_does_not_give(seen):
 
 
 def test_where_it_landed(seen):
-    enabled, huge, has_numa, on_nodes, text = seen["landed"]
-    # Two buffers of 33 MiB: 16 huge pages each, and the rest in small ones.
-    if "[never]" not in enabled:
-        assert huge is not None and 0 <= huge <= 64 * MIB
-        assert huge >= 32 * MIB, "this box has no huge page left, or they were not asked for"
+    huge, has_numa, on_nodes, text = seen["landed"]
+    # Two buffers of 33 MiB: huge pages (hg) for 32 of them, none (nh) for the rest, and no child has any of it (dc).
+    has_huge, *advice = seen["advice"]
+    assert advice == ([["dc", "hg"]] * 2 + [["dc", "nh"]] * 2 if has_huge else [["dc"]] * 4)
+    assert huge is None or huge <= 64 * MIB, "how many there were to be had is the box's business"
     if has_numa:
         assert on_nodes >= 66 * MIB
     assert "in huge pages, NUMA: " in text
