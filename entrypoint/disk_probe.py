@@ -30,7 +30,7 @@ ROWS_PER_TOKEN = 16
 DEPTH = 16
 READS = 512
 LIMIT_S = 0.8
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0  # a disk that slept takes ten seconds to spin up
 LEAST_BYTES = 64 << 20
 """Below this the places lie so close together that the disk's own cache answers."""
 
@@ -188,7 +188,9 @@ def probe(
     if total < LEAST_BYTES:
         return Probe(trouble=f"{total / 1e6:,.1f} MB are too little to tell a disk's speed")
     result: list[Probe] = []
-    worker = threading.Thread(target=lambda: result.append(_probe(pieces, reads, limit_s, seed)), daemon=True)
+    worker = threading.Thread(
+        target=lambda: result.append(_probe(pieces, reads, limit_s, seed)), name="disk probe", daemon=True
+    )
     worker.start()
     worker.join(patience_s)
     return result[0] if result else Probe(took_s=patience_s, trouble=f"no answer within {patience_s:g} s")
