@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 
 import pytest
 
@@ -141,3 +142,22 @@ def test_what_an_experiment_is_held_to_is_there_or_run_before(tmp_path):
             assert experiments.summary(result).startswith(f"FAIL {experiment.name}")
         elif not experiment.dummy:
             assert reference.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "ended", "status"),
+    [
+        ("print('BOOTED')", 60, "in time", 0),
+        ("raise SystemExit(3)", 60, "in time", 3),
+        ("import time; time.sleep(60)", 0.5, "killed at its limit of 0 s", -9),
+    ],
+)
+def test_an_engine_is_watched_to_its_end_or_its_limit(tmp_path, code, limit_s, ended, status):
+    place = experiments.Place(tmp_path, tmp_path, tmp_path)
+    experiment = experiments.BY_NAME["bf16-1-host-again"]
+    assert experiment.host_kv and not experiments.BY_NAME["bf16-1"].host_kv
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    got = experiments.watch(experiment, place, "0", [sys.executable, "-c", code], log, limit_s)
+    assert got == (ended, status)
+    assert log.read_text().startswith("before\n")
