@@ -770,7 +770,7 @@ def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
     """
     text_path = str(path)
     folder = Path(os.path.expanduser(path))
-    name_it = "name the folder that holds config.json and the *.safetensors files"
+    name_it = "name the folder that holds config.json and the *.safetensors files (--model); flashnext fetch brings one"
     try:
         names = {entry.name for entry in folder.iterdir()}
     except (FileNotFoundError, ValueError):

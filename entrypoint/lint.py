@@ -301,6 +301,8 @@ class Groups:
         self._patterns: list[tuple[int, re.Pattern[str], str]] = []
         self._classes: list[tuple[str, str]] = []
         self._alike = True
+        self.overlaps: dict[tuple[str, str], list[str]] = {}
+        """(group that is taken, another that names it too, with another scheme) -> names of such weights."""
         of_target: dict[str, str] = {}
         for name, group in _groups(config, found):
             self.args[name] = group["weights"]
@@ -365,12 +367,14 @@ class Groups:
     def _find(self, name: str, kind: str) -> str | None:
         if name in self._ignored or any(pattern.match(name) for pattern in self._ignore_patterns):
             return None
-        first = min([(at, group) for at, pattern, group in self._patterns if pattern.match(name)], default=None)
-        exact = self._exact.get(name)
-        if exact is not None and (first is None or exact < first):
-            first = exact
-        if first is not None:
-            return first[1]
+        hits = [(at, group) for at, pattern, group in self._patterns if pattern.match(name)]
+        if name in self._exact:
+            hits.append(self._exact[name])
+        if hits:
+            taken = min(hits)[1]
+            for other in {group for _, group in hits if not _same(self.args[group], self.args[taken])}:
+                self.overlaps.setdefault((taken, other), []).append(name)
+            return taken
         cls = {"experts": "routedexperts", "embed": "vocabparallelembedding", "head": "parallellmhead"}
         return next((g for word, g in self._classes if word in cls.get(kind, "columnparallellinear")), None)
 
@@ -581,6 +585,11 @@ def _check_groups(stored: Sequence[Stored], checkpoint: Checkpoint, found: Findi
             what = f"stored {item.form.words(inputs)}, but the engine would take it for {says}"
             found.weights("config groups", what, names, _FIX_CONFIG, "config")
         said.append(", ".join(words) if item.part.kind in QUANTIZABLE else "")
+    for (taken, other), names in groups.overlaps.items():
+        both = " and ".join(f"{group} ({_words(groups.args[group])})" for group in (taken, other))
+        fix = "write targets of which one at most matches a weight: as it is, the order of the groups decides"
+        for name in names:
+            found.weight("targets", f"{both} both match, the engine takes the first", name, fix, verdict="WARN")
     return said
 
 

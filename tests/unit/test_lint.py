@@ -176,6 +176,11 @@ WRONG = {
         _targets("group_2", [r"re:.*\.input_mix_weight_", r"re:.*in_proj_b"]),
         r"ERROR config groups: stored BF16, but the engine would take it for INT8 per channel \(group_2\): .*in_proj_b",
     ),
+    "targets that overlap": (
+        _targets("group_2", [r"re:.*\.input_mix_weight_up$", r"re:.*\.self_attn\.[qk]_proj$"]),
+        r"WARN targets: group_1 \(INT8 g128\) and group_2 \(INT8 per channel\) both match, the engine takes the first: "
+        r"language_model\.model\.layers\.3\.self_attn\.q_proj, \S*k_proj$",
+    ),
     "names that the engine does not have": (
         _targets("group_0", [r"re:model\.language_model\..*experts.*"]),
         r"ERROR config groups: stored INT4 g128, but the engine would take it for not quantized: .*experts\.0\.gate_proj",
