@@ -7,12 +7,15 @@ the AutoRound export of the article did. The truth is taken from the checkpoint 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from entrypoint import checkpoint_fix, lint
 from entrypoint.checkpoint import read_checkpoint
+
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 MAKE = """
 import pathlib, sys
@@ -111,6 +114,35 @@ print(json.dumps({"compared": compared, "unequal": unequal}))
 """
 
 
+# vLLM's own defaults of a checkpoint, and what becomes of two requests: the README's for an answer without thinking, and
+# one that says nothing.
+SAMPLED = """
+import json, sys
+from vllm.config import ModelConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.renderers.hf import resolve_chat_template_kwargs
+from transformers import AutoTokenizer
+
+TEMPLATE = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ messages[0].content }}"
+out = []
+for folder in sys.argv[2:]:
+    model = ModelConfig(model=folder, skip_tokenizer_init=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    defaults, requests = model.get_diff_sampling_param(), []
+    for body in ({}, json.loads(sys.argv[1])):
+        request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **body})
+        params = request.to_sampling_params(100, defaults)
+        params.update_from_generation_config(model.try_get_generation_config(), tokenizer.eos_token_id)
+        template = request.build_chat_params(TEMPLATE, "string")
+        given = resolve_chat_template_kwargs(tokenizer, TEMPLATE, template.chat_template_kwargs)
+        prompt = tokenizer.apply_chat_template(request.messages, chat_template=TEMPLATE, tokenize=False, **given)
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty")
+        requests.append({n: getattr(params, n) for n in names} | {"stop": sorted(params.all_stop_token_ids), "prompt": prompt})
+    out.append({"defaults": defaults, "requests": requests})
+print(json.dumps(out))
+"""
+
+
 @pytest.fixture(scope="module")
 def broken(run_pristine, tmp_path_factory):
     """(folder, its digest) of the export with the wrong config, by whether it has the multimodal wrapper."""
@@ -159,6 +191,28 @@ def test_patched_engine_refuses_the_export_and_loads_the_repaired_one_value_for_
     # Experts 8 x 16 x (gate and up, down); INT6: 6 x (qkvz, out) + 2 x (qkv, o) + 8 x (gate and up, down);
     # INT8 g128: 17 mixers, embeddings, head; INT8 g64: 17 mixers.
     assert found["compared"] == {"INT4 g128": 256, "INT6 g128": 32, "INT8 g128": 19, "INT8 g64": 17}
+
+
+def test_vllm_samples_by_the_restored_defaults_and_by_the_readmes_request(run_pristine, broken, tmp_path):
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for path in broken[False][0].iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"transformers_version": "5.0"}')  # article 5.7: all that is left
+    served, words = checkpoint_fix.ready(read_checkpoint(folder), tmp_path / "overlay")
+    assert words[1].startswith("generation_config.json: ")
+    (written,) = re.findall(r"send per request\s+`([^`]+)`", README.read_text(encoding="utf-8"))
+    lost, restored = run_pristine(SAMPLED, f"{{{written}}}", str(folder), served.path).value
+    assert lost["defaults"] == {}
+    thinking = {"temperature": 1.0, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert restored["defaults"] == thinking
+    added = {t["content"]: t["id"] for t in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]}
+    # The tokenizer's own end of a turn, and what the restored file names.
+    ends = {added["<|im_end|>"], *lint.eos_ids(read_checkpoint(folder))}
+    common = {"stop": sorted(ends), "presence_penalty": 0.0, "prompt": "x"}
+    without = {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 1.5, "prompt": "<think></think>x"}
+    assert restored["requests"] == [thinking | common, thinking | common | without]
 
 
 @pytest.mark.parametrize(
