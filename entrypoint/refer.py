@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from .machine import Machine
+from .machine import Machine, least
 from .units import GIB
 
 
@@ -27,7 +27,7 @@ def elsewhere(machine: Machine) -> str:
     large = max(machine.gpus, key=lambda g: g.total_bytes or 0, default=None)
     if large is None:
         return ""
-    ram = machine.cgroup_limit_bytes or machine.mem_total_bytes or machine.ram_available_bytes
+    ram = least(machine.cgroup_limit_bytes, machine.mem_total_bytes)
     for row in projects():
         major, _, minor = str(row["sm"]).partition(".")
         if (
