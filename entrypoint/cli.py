@@ -315,7 +315,7 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
 @app.command()
 def fetch(
     source: Annotated[str, typer.Argument(help="OWNER/NAME on the hub, or a folder here.")] = fetch_.DEFAULT_REPO,
-    to: Annotated[Path, typer.Option(help="Folder to fetch into.")] = Path("model"),
+    to: Annotated[Path | None, typer.Option(help="Folder to fetch into: /model if there is one, else ./model.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; a commit pins it.")] = None,
     token_file: Annotated[
         str | None, typer.Option(envvar="HF_TOKEN_PATH", help="File that holds a hub token, for gated repositories.")
@@ -331,7 +331,7 @@ def fetch(
     with byte_progress("fetching") as progress:
         done = fetch_.fetch(
             source,
-            to,
+            to or fetch_.default_target(),
             revision=revision,
             endpoint=endpoint.rstrip("/"),
             token=token,

@@ -81,6 +81,12 @@ class Fetched:
 # --- what there is ------------------------------------------------------------------------------------------------------
 
 
+def default_target(root: Path = Path("/")) -> Path:
+    """Where the server looks: /model where that is a folder, as in the container, else ./model, which compose mounts there."""
+    there = root / "model"
+    return there if there.is_dir() else Path("model")
+
+
 def read_token(path: str | None) -> str | None:
     """The token in a file, None where none is named. Raises Refusal (code 2); the token is never part of a message."""
     if not path:

@@ -179,6 +179,12 @@ def test_a_read_only_mount_is_refused_as_one(hub):
     assert refused.value.code == Exit.TABLE and hub.seen == []
 
 
+def test_without_to_it_goes_where_the_server_looks(tmp_path):
+    assert fetch.default_target(tmp_path) == Path("model")
+    (tmp_path / "model").mkdir()
+    assert fetch.default_target(tmp_path) == tmp_path / "model"
+
+
 def test_a_file_in_the_folders_place_is_refused(hub, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(Refusal, match="file is no folder"):
