@@ -1,8 +1,9 @@
 """Decides how a box or wish that no choice fits is refused: which bound is in the way, by how much, and what would fit.
 
-Rule order: each wish is let go alone, in the order of the messages below; the first whose absence gives a plan is the one that is
-named, with the largest value that fits. Then host RAM, by giving the box as much as it needs. What is left are the cards: the fewest
-cards like the largest one that would hold the model. A box that is too small hears of a project that serves it (`refer`).
+Rule order: cards that do not hold the model whatever is wished: the fewest cards like the largest one that would. Else each wish is let
+go alone, in the order of the messages below; the first whose absence gives a plan is the one that is named, with the largest value
+that fits. Then all wishes together. Then host RAM, by giving the box as much as it needs. A box that is too small hears of a
+project that serves it (`refer`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def why(search: Search, machine: Machine, asked: Asked) -> Refusal:
     if _tried(search, without(least, host_room_bytes=_MUCH_RAM_BYTES)) is None:
         return _cards(search, machine)
     found = _chunk(search, asked) or _context(search, asked) or _streams(search, asked) or _partition(search, asked)
-    return found or _ram(search, machine, asked) or _cards(search, machine)
+    return found or _together(search, asked) or _ram(search, machine, asked) or _cards(search, machine)
 
 
 def _tried(search: Search, asked: Asked) -> Choice | None:
@@ -124,6 +125,31 @@ def _partition(search: Search, asked: Asked) -> Refusal | None:
         + (f"leaves only {format_gib(rooms[worst])}" if rooms[worst] >= 0 else f"is {format_gib(-rooms[worst])} short")
         + f" on card {search.gpus[worst].index} (stage {worst}) before any K/V",
         f"leave it out: {','.join(map(str, fits.partition))} fits",
+        Exit.PLAN,
+    )
+
+
+def _together(search: Search, asked: Asked) -> Refusal | None:
+    """Several wishes of which none can be kept beside the others: what the box holds without them."""
+    least, most = asked.contexts
+    free = without(
+        asked,
+        partition=None,
+        chunks=tuple(search.cards.thumb["chunks"]["value"]),
+        streams=tuple(range(min(4, asked.streams[0]), 0, -1)),
+        contexts=(min(least, LEAST_CONTEXT), most),
+    )
+    fits = _tried(search, free)
+    if fits is None:
+        return None
+    wishes = [f"a context of {most}"] if least == most else []
+    wishes += [f"{asked.streams[0]} streams"] if len(asked.streams) == 1 else []
+    wishes += [f"a chunk of {asked.chunks[0]}"] if len(asked.chunks) == 1 else []
+    wishes += [f"the partition {','.join(map(str, asked.partition))}"] if asked.partition else []
+    return Refusal(
+        f"this box does not hold these wishes together: {', '.join(wishes)}",
+        f"drop all but one; without them it holds {fits.context} tokens, {fits.streams} streams and chunks of {fits.step.rows} on "
+        f"{','.join(map(str, fits.partition))}",
         Exit.PLAN,
     )
 
