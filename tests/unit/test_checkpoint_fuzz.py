@@ -5,6 +5,7 @@ Seeded, so that a case that fails is the same case again; its number and kind ar
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import resource
@@ -84,7 +85,7 @@ def mutated(value, rng, times=1):
             at = at[key]
         what = rng.random()
         if what < 0.7:
-            at[last] = rng.choice(ODD)
+            at[last] = copy.deepcopy(rng.choice(ODD))  # one that went in twice would be changed in both places
         elif what < 0.85 or not isinstance(at, dict):
             del at[last]
         else:
