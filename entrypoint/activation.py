@@ -5,8 +5,9 @@ Lines, each a buffer that is alive at the same time as the others in a long pref
   them: recurrent attention (projections, convolved copy, chunk buffers and chunk states of the FLA kernels), experts
   (Marlin's two buffers of every chosen expert) or sparse attention (queries, gates, output).
 - indexer logits: rows x context / ratio x 4 B, cut at VLLM_SPARSE_INDEXER_MAX_LOGITS_MB.
-- selected rows: what the indexer chose, as blocks and as tokens, and with the host pool their sorted copy.
+- selected rows: what the indexer chose, as blocks and as tokens, and with the host pool their sorted copy and what sorting takes.
 - with the host pool: the arena (whole blocks of K/V) and the running softmax of a section (accumulator, maximum, sum in float32).
+  These and the sorting are section_prefill.buffer_bytes (patches/flashnext), to the byte.
 - fixed: what of the article's measured 0.53 GiB the lines above do not explain at its settings (rules.yaml).
 
 vLLM's own profile run sees rows and fixed only, because it skips sparse attention: that is why its figure was half of the peak.
@@ -21,6 +22,7 @@ from .budget import BF16_BYTES, FP32_BYTES, Shapes, cdiv
 _COPIES = 3
 _CHUNK = 64  # rows of a chunk in the FLA kernels of linear attention
 _INT32_BYTES, _INT64_BYTES = 4, 8
+_SORT_ROWS, _FLAG_BYTES = 128, 1 << 16  # section prefill sorts so many rows at a time, and has so many flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +60,16 @@ def logits_bytes(s: Shapes, step: Step) -> int:
 
 def lines(s: Shapes, step: Step, fixed_bytes: int) -> dict[str, int]:
     """Bytes by line, in the order of the module's docstring."""
-    width = s.indexer_budget + s.indexer_compress_ratio
-    selected = step.rows * (s.indexer_budget // s.indexer_compress_ratio + width) * _INT32_BYTES
+    width = s.indexer_budget + s.indexer_compress_ratio - 1
+    chosen = step.rows * (s.indexer_budget // s.indexer_compress_ratio + width + 1) * _INT32_BYTES
     out = {
         "rows of a step": step.rows * row_bytes(s),
         "indexer logits": logits_bytes(s, step),
-        "selected rows": selected,
+        "selected rows": chosen,
     }
     if step.arena_bytes:
-        out["selected rows"] += step.rows * width * (_INT32_BYTES + _INT64_BYTES)
+        sorting = min(step.rows, _SORT_ROWS) * width * (_INT32_BYTES + _INT64_BYTES)
+        out["selected rows"] += step.rows * width * _INT32_BYTES + sorting + _FLAG_BYTES
         out["section arena"] = step.arena_bytes
         out["section state"] = step.rows * s.attention_heads * (s.head_dim + 2) * FP32_BYTES
     out["workspaces of kernels and sampler"] = fixed_bytes

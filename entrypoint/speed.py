@@ -94,9 +94,8 @@ def pcie_rows(text: TextConfig) -> int | None:
 
 
 def link_bytes_s(gpu: Gpu) -> float | None:
-    """What copies over a card's PCIe link reach, by its largest generation and width; None where the driver does not tell."""
-    lane = measured()["lane_bytes_s"].get(gpu.pcie_gen_max)
-    return lane * gpu.pcie_width_max * measured()["link_share"] if lane and gpu.pcie_width_max else None
+    """What copies over a card's PCIe link reach; None where the driver does not tell."""
+    return gpu.pcie_bytes_s and gpu.pcie_bytes_s * measured()["link_share"]
 
 
 @dataclass(frozen=True, kw_only=True)

