@@ -100,7 +100,8 @@ def fingerprints() -> tuple[Fingerprint, ...]:
 
 
 # A refusal of our own engine-side package, wherever it stands in a line (pydantic wraps those raised while the config is made).
-_OWN_REFUSAL = re.compile(r"flashnext: (.+?)\.? Fix: ([^\n]+)")
+# pydantic puts words of its own behind a ValueError that is raised while a config is made
+_OWN_REFUSAL = re.compile(r"flashnext: (.+?)\.? Fix: (.+?)(?: \[type=\w+, .*)?$", re.MULTILINE)
 
 
 def explain(lines: Iterable[str]) -> list[tuple[Fingerprint, str]]:

@@ -155,6 +155,9 @@ def test_a_refusal_of_the_engine_package_is_told_in_its_own_words():
     row, _ = boot.explain(log)[0]
     assert (row.id, row.error) == ("engine-refusal", "groups a and b both target `Linear`")
     assert row.fix.startswith("give each its own target")
+    wrapped = "  Value error, flashnext: no. Fix: leave it out [type=value_error, input_value=ArgsKwargs(()), input_type=ArgsKwargs]"
+    row, _ = boot.explain([wrapped, "    For further information visit a page"])[0]
+    assert (row.error, row.fix) == ("no", "leave it out")
 
 
 def test_a_healthy_log_holds_no_known_failure():
