@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,33 @@ def test_prepare_plans_with_the_corrected_copy(tmp_path, monkeypatch):
     assert [words.split(":")[0] for words in repaired] == ["config.json", "generation_config.json"]
     assert weight_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert "--override-generation-config" not in made.argv
+
+
+def test_serve_says_what_was_repaired_at_boot_and_in_the_state_that_status_shows(tmp_path, monkeypatch, capfd):
+    folder = form.write(tmp_path / "m", all_linear, whole=True)
+    engine = tmp_path / "bin" / "vllm"
+    engine.parent.mkdir()
+    engine.write_text("#!/bin/sh\nexit 3\n")  # what is asked is over before the engine runs
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FLASHNEXT_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(facts, "machine", lambda wishes: simulate("3x3090", ram="125GiB", disk="nvme"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        "--model",
+        str(folder),
+        "--data",
+        str(tmp_path / "data"),
+        "--port",
+        str(port),
+        "--env-file",
+        str(tmp_path / "none"),
+    ]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *words])
+    assert ended.value.code == Exit.ENGINE_START
+    said = "config.json: 3 config groups rebuilt from the weights' shapes"
+    assert f"flashnext: repaired in a copy: {said}\n" in capfd.readouterr().err
+    assert json.loads((tmp_path / "state" / "state.json").read_text())["repaired"] == [said]
