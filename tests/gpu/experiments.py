@@ -88,6 +88,11 @@ EXPERIMENTS = (
     Experiment("bf16-1", "bf16", 1, 420, TRITON),
     Experiment("mixed-2", "mixed", 2, 300, MARLIN),
     Experiment("mixed-2-disk", "mixed", 2, 240, MARLIN | TABLE_ON_DISK),
+    # Its first token decoded after each prefill was wrong (docs/gpu.md): without graphs, without run-ahead, without stages.
+    Experiment("mixed-1-disk-eager", "mixed", 1, 240, MARLIN | TABLE_ON_DISK | {"enforce_eager": True}),
+    Experiment("mixed-1-disk", "mixed", 1, 240, MARLIN | TABLE_ON_DISK),
+    Experiment("mixed-2-disk-eager", "mixed", 2, 240, MARLIN | TABLE_ON_DISK | {"enforce_eager": True}),
+    Experiment("mixed-2-disk-sync", "mixed", 2, 240, MARLIN | TABLE_ON_DISK | {"async_scheduling": False}),
     Experiment("int8-dense-1", "int8-dense", 1, 240, MARLIN),
     Experiment("bf16-2", "bf16", 2, 240, TRITON),
     Experiment("wrapper-2", "mixed", 2, 240, MARLIN | {"language_model_only": True}, wrapper=True),
