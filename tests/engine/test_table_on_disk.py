@@ -269,3 +269,27 @@ def test_settings_that_are_refused(seen):
     )
     assert "is 'checkpoint'" in seen["refused"]["text"]
     assert "there is no table at" in seen["refused"]["no file"]
+
+
+SHARED = """
+import json, types
+from flashnext import mapped_table
+said = {}
+plain = dict(use_ubatching=False, prefill_context_parallel_size=1)
+for name, etp, more in (("plain", 1, {}), ("etp", 2, {}), ("ubatch", 1, {"use_ubatching": True}),
+                        ("pcp", 1, {"prefill_context_parallel_size": 2})):
+    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(**(plain | more)))
+    try:
+        mapped_table._refuse_what_shares_rows(config, etp)
+    except ValueError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_ways_of_sharing_a_step_are_refused(run_patched):
+    """The buffer is indexed by the step's own tokens, so nothing may split a step or gather ids of several ranks."""
+    said = run_patched(SHARED).value
+    assert sorted(said) == ["etp", "pcp", "ubatch"]
+    for name, what in (("etp", "ETP group"), ("ubatch", "--enable-dbo"), ("pcp", "prefill context parallelism")):
+        assert what in said[name] and ". Fix: " in said[name] and "\n" not in said[name]
