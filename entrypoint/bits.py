@@ -19,16 +19,15 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from . import lint
 from .architecture import QUANTIZABLE, Part, is_target, parts
 from .checkpoint import CATEGORIES, DTYPE_BITS, Checkpoint, TextConfig, category_of, read_text_config
+from .data import data
 from .errors import Exit, Refusal
 from .simulate import boards
 from .units import GIB, format_gib
@@ -201,7 +200,7 @@ DEMO_ALLOCATION = (
 
 def demo() -> tuple[list[lint.Stored], TextConfig]:
     """The published model's shapes in DEMO_ALLOCATION, without a file."""
-    doc = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["text_config"]
+    doc = data("published")["text_config"]
     doc["layer_types"] = doc["layer_types"]["repeat"] * doc["layer_types"]["times"]
     text = read_text_config(doc, "published.yaml")
     return [

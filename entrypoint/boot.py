@@ -19,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from .data import data
 from .units import GIB
 
 SCHEMA = 1
@@ -52,7 +51,7 @@ class Phase:
 
 @cache
 def phases() -> tuple[Phase, ...]:
-    rows = yaml.safe_load(Path(__file__).with_name("phases.yaml").read_text(encoding="utf-8"))
+    rows = data("phases")
     return tuple(Phase(**{**r, "enter": tuple(re.compile(p) for p in r.get("enter", ()))}) for r in rows)
 
 
@@ -95,7 +94,7 @@ class Fingerprint:
 
 @cache
 def fingerprints() -> tuple[Fingerprint, ...]:
-    rows = yaml.safe_load(Path(__file__).with_name("fingerprints.yaml").read_text(encoding="utf-8"))
+    rows = data("fingerprints")
     return tuple(Fingerprint(**{**r, "covers": tuple(r.get("covers", ()))}) for r in rows)
 
 

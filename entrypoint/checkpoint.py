@@ -25,14 +25,13 @@ import re
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .beside import Beside
 from .errors import Exit, Refusal
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,8 +42,6 @@ _LARGEST_JSON_BYTES = 200_000_000
 _MOST_DIMENSIONS = 32
 _MOST_LAYERS = 10_000
 _LARGEST_NUMBER = 1 << 40
-# Tensors from which on a second process is worth its start.
-MANY = 20_000
 _LFS_MARK = b"version https://git-lfs"
 
 # Bits of one element by the format's dtype names.
@@ -636,8 +633,8 @@ def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, .
     tensors = Tensors()
     with without_gc():
         files, weight_map, unlisted = _files_of(folder)
-        for shard, found in _headers(folder, files, weight_map is not None and len(weight_map) > MANY):
-            file = shard.name
+        for file in files:
+            shard, found = read_header(folder / file, file)
             shards.append(shard)
             twice = tensors.join(found)
             if twice is not None:
@@ -650,19 +647,6 @@ def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, .
                 if placed.get(name) != file:
                     raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
     return tuple(shards), tensors, unlisted
-
-
-def _headers(folder: Path, files: Sequence[str], many: bool) -> Iterator[tuple[Shard, Tensors]]:
-    """The files' headers in their order; where they are `many`, the later half is read by a second process meanwhile."""
-    half = len(files) // 2 if many else len(files)
-
-    def later() -> list[tuple[Shard, Tensors]]:
-        return [read_header(folder / file, file) for file in files[half:]]
-
-    with Beside(later) if many else nullcontext() as other:
-        yield from [read_header(folder / file, file) for file in files[:half]]
-        if other:
-            yield from other.result()
 
 
 @contextmanager

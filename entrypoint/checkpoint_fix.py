@@ -25,11 +25,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from . import lint
 from .architecture import QUANTIZABLE
 from .checkpoint import Checkpoint, read_json
+from .data import data
 from .errors import Exit, Refusal
 from .plan import published_sampling
 
@@ -162,7 +161,7 @@ def _hits(word: str, names: Mapping[str, Scheme], checkpoint: Checkpoint) -> boo
 
 @cache
 def _generation_extra() -> Mapping[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["generation"]
+    return data("published")["generation"]
 
 
 def generation(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -23,21 +23,19 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .architecture import FUSED, QUANTIZABLE, Part, draft_parts, is_target, parts, vision_parts
-from .beside import Beside
-from .checkpoint import MANY, Checkpoint, Tensors, category_of, read_json, without_gc
+from .checkpoint import Checkpoint, Tensors, category_of, read_json, without_gc
+from .data import data
 from .errors import Exit, Refusal
 from .plan import published_sampling
 from .units import format_gib
@@ -620,7 +618,8 @@ def _tokens(folder: Path, wanted: Sequence[int]) -> _Tokens:
     return _Tokens(max(ids), tuple(i for i in wanted if i not in ids)) if ids else _Tokens()
 
 
-def _check_small_files(checkpoint: Checkpoint, tokens: _Tokens, found: Findings) -> None:
+def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
+    tokens = _tokens(Path(checkpoint.path), eos_ids(checkpoint))
     if not checkpoint.tokenizer:
         found.add("ERROR", "tokenizer", "there is no tokenizer", "download tokenizer.json of the same repository")
     if not checkpoint.chat_template:
@@ -653,7 +652,7 @@ def _check_small_files(checkpoint: Checkpoint, tokens: _Tokens, found: Findings)
 @cache
 def _published_eos() -> tuple[int, tuple[int, ...]]:
     """(vocabulary, ids that end an answer) of the published model."""
-    text = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))["text_config"]
+    text = data("published")["text_config"]
     return text["vocab_size"], tuple(text["eos_token_id"])
 
 
@@ -696,14 +695,7 @@ def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mappi
     begun = time.monotonic()
     found = Findings()
     rows: tuple[Row, ...] = ()
-    folder, wanted = Path(checkpoint.path), eos_ids(checkpoint)
-
-    def tokens() -> _Tokens:
-        return _tokens(folder, wanted)
-
-    # A vocabulary takes as long to parse as all weights to check.
-    many = len(checkpoint.tensors) > MANY
-    with without_gc(), Beside(tokens) if many else nullcontext() as other:
+    with without_gc():
         if is_target(checkpoint.model_type, checkpoint.architectures):
             stored = weights_of(checkpoint, found)
             _check_layout(stored, found)
@@ -712,7 +704,7 @@ def examine(checkpoint: Checkpoint, deep: Callable[[Checkpoint, Findings], Mappi
             rows = _rows(stored, said)
             if deep:
                 _check_weight_shapes(checkpoint, stored, found)
-        _check_small_files(checkpoint, other.result() if other else tokens(), found)
+        _check_small_files(checkpoint, found)
     hashes = deep(checkpoint, found) if deep else {}
     for name in checkpoint.unlisted:
         found.weight(

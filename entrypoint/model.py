@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from .budget import BF16_BYTES, FP32_BYTES, Shapes
 from .checkpoint import Checkpoint, TextConfig, read_text_config
+from .data import data
 from .errors import Exit, Refusal
 
 # What a line of the budget sums up, in the order of the lines; every other category of a layer is "router and norms".
@@ -62,14 +59,10 @@ def is_target(model: Model) -> bool:
     return (model.model_type or "").startswith("qwen4_exp") or "Qwen4Exp" in (model.architecture or "")
 
 
-def _document() -> dict[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
-
-
 @cache
 def published() -> Model:
     """The published checkpoint as a `Model`, for plans without one at hand (`published.yaml`)."""
-    doc = _document()
+    doc = data("published")
     config = doc["text_config"]
     config["layer_types"] = config["layer_types"]["repeat"] * config["layer_types"]["times"]
     text = read_text_config(config, "published.yaml")
@@ -99,7 +92,7 @@ def published() -> Model:
 @cache
 def published_sampling() -> Mapping[str, float]:
     """Sampling defaults that the model's publisher recommends for thinking mode."""
-    return _document()["sampling"]
+    return data("published")["sampling"]
 
 
 def model_of(checkpoint: Checkpoint) -> Model:

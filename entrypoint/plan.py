@@ -53,8 +53,8 @@ __all__ = [
 ]
 
 NOT_YET = (
-    "this release's engine does not read host_kv yet, and the table sits in page-locked RAM: the published checkpoint does not start with "
-    "this plan on 24 GB cards (README, What works today)"
+    "nothing of this plan has run on a 24 GB card yet: K/V in host RAM is tested on a CPU only, and the table on disk is off, so the whole "
+    "table takes page-locked RAM beside this budget (README, What works today)"
 )
 
 

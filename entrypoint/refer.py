@@ -7,11 +7,9 @@ name too many costs a look, a name too few costs the box.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from .data import data
 from .machine import Machine, least
 from .units import GIB
 
@@ -19,7 +17,7 @@ from .units import GIB
 @cache
 def projects() -> tuple[dict[str, Any], ...]:
     """The rows of `elsewhere.yaml`."""
-    return tuple(yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text(encoding="utf-8")))
+    return tuple(data("elsewhere"))
 
 
 def elsewhere(machine: Machine) -> str:

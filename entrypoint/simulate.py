@@ -21,13 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from .data import data
 from .errors import Exit, Refusal
 from .machine import Gpu, Machine, Mount, least
 from .units import MIB, format_gib, parse_size
 
-_BOARDS_FILE = Path(__file__).with_name("boards.yaml")
 _MOST_CARDS = 64
 
 # --disk word -> (kind, file system, rotational), as machine.Mount has them.
@@ -63,15 +61,10 @@ class Board:
 
 
 @cache
-def _catalogue() -> dict[str, Any]:
-    return yaml.safe_load(_BOARDS_FILE.read_text(encoding="utf-8"))
-
-
-@cache
 def boards() -> tuple[Board, ...]:
     """The catalogue, in the order of boards.yaml."""
     rows = []
-    for row in _catalogue()["boards"]:
+    for row in data("boards")["boards"]:
         major, _, minor = str(row["cc"]).partition(".")
         total_bytes = row["mib"] * MIB
         rows.append(
@@ -92,7 +85,7 @@ def boards() -> tuple[Board, ...]:
 
 def _reserve(total_bytes: int) -> int:
     """The driver's share of a card without a known figure, in whole MiB."""
-    return math.ceil(total_bytes * _catalogue()["reserve_fraction"] / MIB) * MIB
+    return math.ceil(total_bytes * data("boards")["reserve_fraction"] / MIB) * MIB
 
 
 def _key(name: str) -> str:
@@ -265,7 +258,7 @@ def host(
     changes: dict[str, Any] = {}
     if ram is not None:
         total_bytes = parse_size(ram, "--ram")
-        available_bytes = max(0, total_bytes - _catalogue()["host_reserve_mib"] * MIB)
+        available_bytes = max(0, total_bytes - data("boards")["host_reserve_mib"] * MIB)
         changes |= {"mem_total_bytes": total_bytes, "mem_available_bytes": available_bytes}
     if cgroup is not None:
         limit_bytes = parse_size(cgroup, "--cgroup")

@@ -17,13 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from .budget import BF16_BYTES
 from .checkpoint import Checkpoint, TextConfig
+from .data import data
 from .machine import Gpu, Machine
 from .plan import Plan, Stage
 from .simulate import find_board
@@ -35,7 +33,7 @@ _NOT_ON_CARDS = frozenset({"table", "vision", "mtp"})
 @cache
 def measured() -> Mapping[str, Any]:
     """`speed.yaml`."""
-    return yaml.safe_load(Path(__file__).with_name("speed.yaml").read_text(encoding="utf-8"))
+    return data("speed")
 
 
 @dataclass(frozen=True, kw_only=True)

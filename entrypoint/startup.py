@@ -10,15 +10,13 @@ From: lines of its log and of /metrics, by the patterns and tolerances of `start
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .boot import plain
+from .data import data
 from .plan import Plan, Stage
 from .units import GIB, format_gib
 
@@ -51,18 +49,13 @@ class Check:
 
 
 @cache
-def _data() -> Mapping[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("startup.yaml").read_text(encoding="utf-8"))
-
-
-@cache
 def patterns() -> tuple[Pattern, ...]:
-    return tuple(Pattern(re.compile(row["match"]), row.get("rank", False)) for row in _data()["lines"])
+    return tuple(Pattern(re.compile(row["match"]), row.get("rank", False)) for row in data("startup")["lines"])
 
 
 @cache
 def checks() -> tuple[Check, ...]:
-    return tuple(Check(**row) for row in _data()["checks"])
+    return tuple(Check(**row) for row in data("startup")["checks"])
 
 
 class Report:
@@ -70,8 +63,8 @@ class Report:
 
     def __init__(self) -> None:
         self.figures: dict[Key, float] = {}
-        self._process = re.compile(_data()["process"])
-        self._stage = re.compile(_data()["stage"])
+        self._process = re.compile(data("startup")["process"])
+        self._stage = re.compile(data("startup")["stage"])
         self._rank_of: dict[str, int] = {}
 
     def feed(self, line: str) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
+from .data import data
 
 
 @cache
 def thumb() -> Mapping[str, Mapping[str, Any]]:
     """`rules.yaml`."""
-    return yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+    return data("rules")
 
 
 def rule(name: str) -> tuple[Any, str]:

@@ -21,8 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
+from .data import data
 from .errors import Exit, Refusal
 from .units import parse_size
 
@@ -96,7 +95,7 @@ class Wishes(Mapping[str, Asked]):
 @cache
 def table() -> tuple[Wish, ...]:
     """The rows of `wishes.yaml`."""
-    rows = yaml.safe_load(Path(__file__).with_name("wishes.yaml").read_text(encoding="utf-8"))
+    rows = data("wishes")
     out = []
     for row in rows:
         aliases = row.pop("aliases", {})

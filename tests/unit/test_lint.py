@@ -372,7 +372,8 @@ def _cpu_s(work, times=3):
     return min(spent)
 
 
-def test_whole_model_is_read_and_examined_in_under_two_seconds(tmp_path):
+@pytest.mark.slow
+def test_whole_model_costs_little_more_than_parsing_its_json(tmp_path):
     """165 GB by their headers, with an index and a vocabulary of the published size."""
     folder = form.write(tmp_path / "m", whole=True)
     vocabulary = {f"{'abcdefghij'[n % 10]}{n}": n for n in range(248_044)}
@@ -388,7 +389,7 @@ def test_whole_model_is_read_and_examined_in_under_two_seconds(tmp_path):
         with shard.open("rb") as file:
             texts.append(file.read(int.from_bytes(file.read(8), "little")))
     # The bar for any machine: what this one takes to parse the same JSON and do nothing with it. Where that was 1.1 s, the
-    # whole took 1.1 s beside a second process and 1.8 s without one.
+    # whole took 1.8 s.
     with without_gc():
         parsing_s = _cpu_s(lambda: [json.loads(text) for text in texts])
     spent_s = _cpu_s(lambda: examined(folder))

@@ -66,6 +66,7 @@ def _parse_s(folder) -> float:
     return time.process_time() - begun
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_whole_checkpoint_takes_less_than_a_second(whole):
     box, wishes = simulate("3x3090", ram="125GiB"), gather({}, {"FLASHNEXT_MODEL": str(whole)}, None)
     took_s = []

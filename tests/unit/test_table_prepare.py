@@ -109,6 +109,7 @@ def test_start_with_a_table_that_is_not_there(tmp_path):
         table_.refuse_unless_whole(tmp_path / "model", file)
 
 
+@pytest.mark.slow
 def test_fifty_kills(tmp_path):
     """kill -9 at random moments of a run of this very table: each state is whole or taken up, and the end is whole."""
     want = write_table(tmp_path / "model", shards=128, rows=20_000)
