@@ -41,6 +41,7 @@ class Experiment:
     lengths: prompts of so many tokens, whose answers are a reference for others. contexts: rates at these, with dummy weights.
     against: the experiment whose answers or rates, of the same run, this one is judged by. rounds: how often all prompts are
     asked again four at a time. boots: how often the engine is started and stopped, one after another.
+    trace: with tests/support/step_trace, whose lines are in the experiment's log.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Experiment:
     against: str | None = None
     rounds: int = 0
     boots: int = 1
+    trace: bool = False
 
     @property
     def host_kv(self) -> bool:
@@ -92,6 +94,8 @@ EXPERIMENTS = (
     Experiment("mixed-1-disk-eager", "mixed", 1, 240, MARLIN | TABLE_ON_DISK | {"enforce_eager": True}),
     Experiment("mixed-1-disk", "mixed", 1, 240, MARLIN | TABLE_ON_DISK),
     Experiment("mixed-2-disk-eager", "mixed", 2, 240, MARLIN | TABLE_ON_DISK | {"enforce_eager": True}),
+    Experiment("mixed-2-disk-trace", "mixed", 2, 240, MARLIN | TABLE_ON_DISK, trace=True),
+    Experiment("mixed-2-trace", "mixed", 2, 240, MARLIN, trace=True),  # the same lines where the answers are right
     Experiment("mixed-2-disk-sync", "mixed", 2, 240, MARLIN | TABLE_ON_DISK | {"async_scheduling": False}),
     Experiment("int8-dense-1", "int8-dense", 1, 240, MARLIN),
     Experiment("bf16-2", "bf16", 2, 240, TRITON),
@@ -199,6 +203,8 @@ def environment(experiment: Experiment, place: Place, cards: str) -> dict[str, s
     path = [str(place.site)]
     if experiment.dummy:
         path.append(str(REPOSITORY / "tests" / "support" / "tame_dummy"))
+    if experiment.trace:
+        path.append(str(REPOSITORY / "tests" / "support" / "step_trace"))
     if experiment.without:
         target = place.work / f"without-{experiment.name}"
         if not target.exists():
