@@ -284,7 +284,8 @@ class Checkpoint:
 
     `quantization` is the raw quantization_config, `generation` the raw generation_config.json, `vision` the raw
     vision_config; None where there is none.
-    `unlisted` names files of the folder that the index leaves out.
+    `unlisted` names files of the folder that the index leaves out. `counted`: the weights, where `tensors` were not read
+    because they had been counted before (account.py).
     """
 
     path: str
@@ -301,6 +302,7 @@ class Checkpoint:
     shards: tuple[Shard, ...] = ()
     unlisted: tuple[str, ...] = ()
     tensors: Tensors = field(default_factory=Tensors, hash=False, repr=False)
+    counted: Weights | None = field(default=None, hash=False, repr=False)
 
     @property
     def quantization_groups(self) -> Mapping[str, Any]:
@@ -313,10 +315,14 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(nbytes for _, nbytes in self.tensors.sizes())
 
+    @property
+    def has_weights(self) -> bool:
+        return self.counted is not None or bool(self.tensors)
+
     @cached_property
     def weights(self) -> Weights:
-        """Bytes by decoder layer and category."""
-        return weigh(self.tensors.sizes(), self.text.num_hidden_layers)
+        """Bytes by decoder layer and category; all empty where nothing is known (`has_weights`)."""
+        return self.counted or weigh(self.tensors.sizes(), self.text.num_hidden_layers)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -747,8 +753,8 @@ def _small_files(folder: Path) -> tuple[Mapping[str, Any] | None, bool, bool]:
     return generation, tokenizer, template
 
 
-def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
-    """The facts of the checkpoint in the folder `path`; `headers=False` reads the small files only.
+def read_checkpoint(path: str | Path, headers: bool = True, counted: Weights | None = None) -> Checkpoint:
+    """The facts of the checkpoint in the folder `path`; `headers=False` reads the small files only, whose weights may be `counted`.
 
     Raises Refusal (code 4) for a folder that is not whole. A hub id gives a Checkpoint with local=False.
     """
@@ -779,7 +785,7 @@ def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
     if quantization is not None and not isinstance(quantization, dict):
         raise _bad("config.json", "quantization_config is not an object", _TAKE_CONFIG)
     generation, tokenizer, chat_template = _small_files(folder)
-    shards, tensors, unlisted = read_tensors(folder) if headers else ((), {}, ())
+    shards, tensors, unlisted = read_tensors(folder) if headers else ((), Tensors(), ())
     model_type, vision = config.get("model_type"), config.get("vision_config")
     return Checkpoint(
         path=text_path,
@@ -795,4 +801,5 @@ def read_checkpoint(path: str | Path, headers: bool = True) -> Checkpoint:
         shards=shards,
         unlisted=unlisted,
         tensors=tensors,
+        counted=counted,
     )

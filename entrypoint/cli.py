@@ -26,8 +26,8 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from . import account, boot, checkpoint_fix, demo, facts, flags, lint, rules
 from . import bits as bits_
-from . import boot, checkpoint_fix, demo, facts, flags, lint, rules
 from . import doctor as doctor_
 from . import fetch as fetch_
 from . import plan as plan_
@@ -108,7 +108,7 @@ def _planned(box: _Box, wishes: Wishes) -> tuple[plan_.Plan, speed_.Speed | None
     # A laptop has no checkpoint at the default place; a path that was asked for is read.
     asked = wishes["model"].wished or Path(wishes.value("model"), "config.json").is_file()
     if box.simulate is None or asked:
-        found = facts.checkpoint(wishes)
+        found = facts.checkpoint(wishes, lambda path: account.counted(path, account.notes_folder()))
         model, reads = plan_.model_of(found), speed_.token_bytes(found)
     else:
         model = plan_.published()

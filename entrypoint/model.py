@@ -98,7 +98,7 @@ def published_sampling() -> Mapping[str, float]:
 def model_of(checkpoint: Checkpoint) -> Model:
     """A checkpoint's facts in the plan's terms."""
     layers = embed = last = table = None
-    if checkpoint.tensors:
+    if checkpoint.has_weights:
         w = checkpoint.weights
         layers = tuple({c: n for c, n in layer.items() if c not in _NOT_ON_CARDS} for layer in w.layers)
         embed, table = w.outside.get("embed", 0), w.of("table")

@@ -58,7 +58,7 @@ class TokenBytes:
 def token_bytes(checkpoint: Checkpoint) -> TokenBytes | None:
     """The bytes of a token of a checkpoint, from its headers; None where they were not read or config.json lacks a number."""
     text = checkpoint.text
-    if not checkpoint.tensors or not (text.num_experts and text.num_experts_per_tok and text.vocab_size):
+    if not checkpoint.has_weights or not (text.num_experts and text.num_experts_per_tok and text.vocab_size):
         return None
     weights = checkpoint.weights
 
