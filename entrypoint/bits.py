@@ -200,7 +200,7 @@ DEMO_ALLOCATION = (
 
 def demo() -> tuple[list[lint.Stored], TextConfig]:
     """The published model's shapes in DEMO_ALLOCATION, without a file."""
-    doc = data("published")["text_config"]
+    doc = dict(data("published")["text_config"])
     doc["layer_types"] = doc["layer_types"]["repeat"] * doc["layer_types"]["times"]
     text = read_text_config(doc, "published.yaml")
     return [

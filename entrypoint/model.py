@@ -63,7 +63,7 @@ def is_target(model: Model) -> bool:
 def published() -> Model:
     """The published checkpoint as a `Model`, for plans without one at hand (`published.yaml`)."""
     doc = data("published")
-    config = doc["text_config"]
+    config = dict(doc["text_config"])
     config["layer_types"] = config["layer_types"]["repeat"] * config["layer_types"]["times"]
     text = read_text_config(config, "published.yaml")
     w = doc["weights"]

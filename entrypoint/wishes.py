@@ -95,9 +95,8 @@ class Wishes(Mapping[str, Asked]):
 @cache
 def table() -> tuple[Wish, ...]:
     """The rows of `wishes.yaml`."""
-    rows = data("wishes")
     out = []
-    for row in rows:
+    for row in map(dict, data("wishes")):
         aliases = row.pop("aliases", {})
         if isinstance(aliases, list):
             aliases = dict.fromkeys(aliases, "")
