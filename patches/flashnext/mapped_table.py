@@ -167,7 +167,8 @@ def _class() -> type:
         def bring(self, ngram_ids: torch.Tensor, padded_tokens: int) -> Counts:
             """Put the rows of `ngram_ids` [tokens, heads] into `rows_ahead`, zeros behind them up to `padded_tokens`.
 
-            In the order of the current stream, so the step before may still be reading. Raises OSError if the disk fails.
+            In the order of the current stream, so the step before may still be reading. Raises OSError if the disk fails,
+            after one line in the log: the engine's own report of a failed step is pages long.
             """
             tokens = ngram_ids.shape[0]
             ahead = self.rows_ahead
@@ -179,7 +180,15 @@ def _class() -> type:
                 self._event.record()
                 self._event.synchronize()
             rows = tokens * self._heads
-            counts = self.gatherer.gather(self._ids[:rows], self._bytes[:rows])
+            try:
+                counts = self.gatherer.gather(self._ids[:rows], self._bytes[:rows])
+            except OSError as error:
+                logger.error(
+                    "flashnext: the N-gram table cannot be read, so no answer can be right any more: %s. Fix: look at the "
+                    "disk (dmesg), then start again, which checks the files",
+                    error,
+                )
+                raise
             ahead[:tokens].copy_(self.rows_staged[:tokens], non_blocking=True)
             if padded_tokens > tokens:
                 ahead[tokens:padded_tokens].zero_()
@@ -194,6 +203,11 @@ def _open(
     """The table of the layer that `prefix` names ("model.layers.1.ple.ple_embedding.ngram_embedding")."""
     layer = prefix[prefix.rindex("layers.") : prefix.rindex("ple.ple_embedding")]
     model = vllm_config.model_config.model
+    if vllm_config.load_config.safetensors_load_strategy == "prefetch":
+        raise ValueError(
+            "flashnext: --safetensors-load-strategy prefetch reads every file of the checkpoint whole at each start, the "
+            "table's too. Fix: leave it out"
+        )
     if "path" not in setting:
         return table_store.open_checkpoint(model, layer, rows, columns, dtype)
     if vllm_config.load_config.load_format == "dummy":
