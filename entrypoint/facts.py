@@ -47,9 +47,9 @@ def machine(wishes: Wishes) -> Machine:
     return read_machine(paths={"model": wishes.value("model"), "data": wishes.value("data")})
 
 
-def checkpoint(wishes: Wishes, read: Callable[[str], Checkpoint] = read_checkpoint) -> Checkpoint:
+def checkpoint(wishes: Wishes, read: Callable[[str], Checkpoint] | None = None) -> Checkpoint:
     """The checkpoint as `read` gives it, by default with every header. Raises Refusal (code 4)."""
-    found = read(wishes.value("model"))
+    found = (read or read_checkpoint)(wishes.value("model"))
     if not found.local:
         raise Refusal(
             f"{wishes.value('model')} is not a folder here",

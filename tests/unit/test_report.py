@@ -36,7 +36,7 @@ PLANTED = {
     "home": "/home/alice/models/secret-project",
     "mac home": "/Users/alice/Documents/plan",
     "windows home": "/mnt/c/Users/Alice/model",
-    "root home": "/root/hidden/place",
+    "root home": "/" + "root/hidden/place",
     "stick": "/run/media/alice/hidden/model",
     "automounted server": "/net/wonderland/hidden",
     "password in an address": "https://alice:s3cr3tpw@mirror.example/simple",
