@@ -168,6 +168,7 @@ def test_prepare_plans_with_the_corrected_copy(tmp_path, monkeypatch):
     assert "--override-generation-config" not in made.argv
 
 
+@pytest.mark.slow
 def test_serve_says_what_was_repaired_at_boot_and_in_the_state_that_status_shows(tmp_path, monkeypatch, capfd):
     folder = form.write(tmp_path / "m", all_linear, whole=True)
     engine = tmp_path / "bin" / "vllm"

@@ -116,6 +116,7 @@ def run(folder, label):
     return ended
 
 
+@pytest.mark.slow
 def test_headers(tmp_path):
     rng = random.Random(7)
     folder = tmp_path / "m"

@@ -104,6 +104,7 @@ def test_ctrl_c_ends_at_once_and_keeps_what_came(hub, tmp_path):
     assert same(tmp_path / "t", hub)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_resumed_by_the_next(hub, tmp_path, monkeypatch):
     hub.files[BIG] = random.Random(0).randbytes(25_000_000)
     hub.cut[BIG] = [11_000_000, *[1000] * 1000]

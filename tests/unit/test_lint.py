@@ -332,6 +332,7 @@ def test_absurd_numbers_are_refused_at_once(tmp_path, key):
     assert time.monotonic() - begun < 2
 
 
+@pytest.mark.slow
 def test_deep_hashes_and_weight_shapes(tmp_path):
     folder = form.write(tmp_path / "m", shard_bytes=500_000_000)
     shapes = {}
