@@ -21,7 +21,6 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,15 +158,10 @@ def _hits(word: str, names: Mapping[str, Scheme], checkpoint: Checkpoint) -> boo
 # --- generation_config.json ---------------------------------------------------------------------------------------------
 
 
-@cache
-def _generation_extra() -> Mapping[str, Any]:
-    return data("published")["generation"]
-
-
 def generation(checkpoint: Checkpoint) -> dict[str, Any]:
     """generation_config.json with the published sampling defaults where a value is missing, and every EOS id."""
     out = dict(checkpoint.generation or {})
-    for key, value in {**_generation_extra(), **published_sampling()}.items():
+    for key, value in {**data("published")["generation"], **published_sampling()}.items():
         if not isinstance(out.get(key), (int, float)):
             out[key] = value
     eos = out.get("eos_token_id")

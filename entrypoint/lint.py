@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -649,7 +648,6 @@ def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
         found.add("WARN", "sampling", what, repair, "generation")
 
 
-@cache
 def _published_eos() -> tuple[int, tuple[int, ...]]:
     """(vocabulary, ids that end an answer) of the published model."""
     text = data("published")["text_config"]

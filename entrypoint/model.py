@@ -89,7 +89,6 @@ def published() -> Model:
     )
 
 
-@cache
 def published_sampling() -> Mapping[str, float]:
     """Sampling defaults that the model's publisher recommends for thinking mode."""
     return data("published")["sampling"]

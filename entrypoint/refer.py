@@ -6,18 +6,9 @@ name too many costs a look, a name too few costs the box.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from .data import data
 from .machine import Machine, least
 from .units import GIB
-
-
-@cache
-def projects() -> tuple[dict[str, Any], ...]:
-    """The rows of `elsewhere.yaml`."""
-    return tuple(data("elsewhere"))
 
 
 def elsewhere(machine: Machine) -> str:
@@ -26,7 +17,7 @@ def elsewhere(machine: Machine) -> str:
     if large is None:
         return ""
     ram = least(machine.cgroup_limit_bytes, machine.mem_total_bytes)
-    for row in projects():
+    for row in data("elsewhere"):
         major, _, minor = str(row["sm"]).partition(".")
         if (
             sum((g.total_bytes or 0) >= row["card_gib"] * GIB for g in machine.gpus) >= row["cards"]

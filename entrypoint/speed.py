@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +29,6 @@ LABEL = "an estimate, not a promise"
 _NOT_ON_CARDS = frozenset({"table", "vision", "mtp"})
 
 
-@cache
 def measured() -> Mapping[str, Any]:
     """`speed.yaml`."""
     return data("speed")

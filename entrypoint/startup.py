@@ -186,16 +186,8 @@ def compare_lines(plan: Plan, lines: Iterable[str]) -> Verdict:
 def _planned(plan: Plan, check: Check) -> dict[Key, float]:
     """The plan's value of a figure for the whole engine or for each rank; {} where the plan has none."""
     name, capacity = check.name, plan.capacity
-    if name in ("context", "blocks", "block_size"):
+    if name in ("context", "tokens", "blocks", "block_size"):
         return {(name, None): capacity[name]} if capacity.get(name) else {}
-    if name == "tokens" and capacity.get("tokens"):
-        return {(name, None): capacity["tokens"]}
-    if name == "tokens":
-        blocks, requests = capacity.get("blocks"), capacity.get("full_requests")
-        if not blocks or not requests or blocks < 2:
-            return {}
-        # The plan leaves out the block that vLLM keeps for itself; vLLM's own report counts it in.
-        return {(name, None): requests * blocks / (blocks - 1) * capacity["context"]}
     if name == "pool":
         return {(name, None): capacity["host_pool_bytes"]} if capacity.get("host_pool_bytes") else {}
     if name == "kv":

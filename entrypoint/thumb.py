@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from .data import data
 
 
-@cache
 def thumb() -> Mapping[str, Mapping[str, Any]]:
     """`rules.yaml`."""
     return data("rules")

@@ -65,7 +65,7 @@ CARDS = Plan(
     port=8000,
     settings=(Setting("arg", "--kv-cache-memory-bytes", "550000000", "rule", "x"),),
     stages=(stage(0, int(20.91 * GIB)), stage(1, int(20.31 * GIB)), stage(2, int(20.91 * GIB))),
-    capacity={"context": 262144, "blocks": 171, "block_size": 12160, "full_requests": 4.72, "host_pool_bytes": 51_102_351_360},
+    capacity={"context": 262144, "blocks": 171, "block_size": 12160, "tokens": 1_245_184, "host_pool_bytes": 51_102_351_360},
 )  # fmt: skip
 CPU = dataclasses.replace(
     CARDS,
