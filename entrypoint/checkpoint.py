@@ -9,8 +9,8 @@ Rule order of `read_checkpoint`
 4. Each header is checked before any byte of it is believed: a regular file, no git-lfs pointer, a length that fits,
    JSON, known dtypes, shapes that give their bytes, tensors that follow one another without gap, and the last offset =
    the file's size. One name in two files, and a name of the index that its file lacks, are refused.
-   A header that is right, and written as safetensors writes it, is proven so in one pass (`_whole_at_once`); any other
-   is parsed as JSON and looked at entry by entry, which also finds the words for what is wrong.
+   A header that is right, and written as safetensors writes it, is proven so a column at a time (`_whole_at_once`); any
+   other is parsed as JSON and looked at entry by entry, which also finds the words for what is wrong.
 
 What is wrong with a checkpoint is a `Refusal` with code 4 that names the file.
 Format: https://github.com/huggingface/safetensors#format (8 bytes little-endian header length, JSON, data).
@@ -22,27 +22,28 @@ import gc
 import json
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, repeat
+from operator import eq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
+
+from .documents import bad, parse, parse_object, quick, read_json, read_text, refuse_pointer, size_of, start_of
 from .errors import Exit, Refusal
 
 INDEX_NAME = "model.safetensors.index.json"
 
 # The format's own bound; a larger length is garbage, not a header.
 _LARGEST_HEADER_BYTES = 100_000_000
-_LARGEST_JSON_BYTES = 200_000_000
 _MOST_DIMENSIONS = 32
 _MOST_LAYERS = 10_000
 _LARGEST_NUMBER = 1 << 40
-_LFS_MARK = b"version https://git-lfs"
 
 # Bits of one element by the format's dtype names.
 DTYPE_BITS: dict[str, int] = {
@@ -85,7 +86,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SHARD_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _TAKE_CONFIG = "take config.json from the model's repository"
-_DOWNLOAD_AGAIN = "download that file again and compare its size with the one the hub lists"
 
 
 class Tensor(NamedTuple):
@@ -113,58 +113,75 @@ class Tensors(Mapping[str, Tensor]):
     the headers, half of it for the garbage collector's walks.
     """
 
-    __slots__ = ("_files", "_offsets", "_rows", "_specs")
+    __slots__ = ("_files", "_found", "_names", "_offsets", "_rows", "_specs")
 
     def __init__(
         self, names: Iterable[str] = (), specs: Sequence[Spec] = (), offsets: Sequence[int] = (), file: str = ""
     ) -> None:
         """One file's tensors, a column for each field; the names must differ."""
-        self._specs = dict(zip(names, specs, strict=True))
-        self._offsets = list(offsets)
-        self._files = [file] * len(self._offsets)
+        self._names, self._specs, self._offsets = list(names), list(specs), list(offsets)
+        self._files = [file] * len(self._names)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._found: dict[str, Spec] = {}
         self._rows: dict[str, int] = {}
 
+    @property
+    def _by_name(self) -> dict[str, Spec]:
+        if not self._found:
+            self._found = dict(zip(self._names, self._specs, strict=True))
+        return self._found
+
     def __getitem__(self, name: str) -> Tensor:
-        if len(self._rows) != len(self._specs):
-            self._rows = dict(zip(self._specs, range(len(self._specs)), strict=True))
+        if not self._rows:
+            self._rows = dict(zip(self._names, range(len(self._names)), strict=True))
         row = self._rows[name]
-        return Tensor(*self._specs[name], self._files[row], self._offsets[row])
+        return Tensor(*self._specs[row], self._files[row], self._offsets[row])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._specs
+        return name in self._by_name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._names)
 
     def specs(self, names: Iterable[str], end: str = "") -> Iterator[Spec | None]:
         """Spec of each of the tensors NAME + `end`, None where there is none of that name."""
-        return map(self._specs.get, [name + end for name in names] if end else names)
+        return map(self._by_name.get, [name + end for name in names] if end else names)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """(name, bytes) of each tensor."""
-        return zip(self._specs, [spec.nbytes for spec in self._specs.values()], strict=True)
+        return zip(self._names, [spec.nbytes for spec in self._specs], strict=True)
 
     def spans(self) -> list[tuple[int, int]]:
         """(offset, bytes) of each tensor, by offset."""
-        return sorted(zip(self._offsets, [spec.nbytes for spec in self._specs.values()], strict=True))
+        return sorted(zip(self._offsets, [spec.nbytes for spec in self._specs], strict=True))
 
     def files(self) -> dict[str, str]:
         """The file of each tensor by its name."""
-        return dict(zip(self._specs, self._files, strict=True))
+        return dict(zip(self._names, self._files, strict=True))
 
-    def join(self, other: Tensors) -> tuple[str, str] | None:
-        """Add all of `other`. Where both have a tensor of the same name, the sum is void: (that name, its first file)."""
-        before = len(self._specs)
-        self._specs.update(other._specs)
-        if len(self._specs) < before + len(other):
-            name, file = next(at for at in zip(self._specs, self._files, strict=False) if at[0] in other)
-            return name, file
+    def join(self, other: Tensors) -> None:
+        """Add all of `other`; whoever joins looks for `twice` before anything else is asked."""
+        self._names += other._names
+        self._specs += other._specs
         self._offsets += other._offsets
         self._files += other._files
-        return None
+        self._forget()
+
+    def twice(self) -> tuple[str, str, str] | None:
+        """(name, its first file, another one) of a tensor that is there twice."""
+        if len(self._by_name) == len(self._names):
+            return None
+        first: dict[str, str] = {}
+        return next(
+            (name, first[name], file)
+            for name, file in zip(self._names, self._files, strict=True)
+            if first.setdefault(name, file) != file
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,86 +382,20 @@ def weigh(sizes: Iterable[tuple[str, int]], layer_count: int | None = None) -> W
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _bad(file: str, what: str, fix: str = _DOWNLOAD_AGAIN) -> Refusal:
-    return Refusal(f"checkpoint file {file}: {what}", fix, Exit.CHECKPOINT)
-
-
-def _size_of(path: Path, name: str) -> int:
-    """Bytes of a regular file; a Refusal for anything else."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        if path.is_symlink():
-            target = os.readlink(path)
-            raise _bad(name, f"is a link to {target}, which is not here", "mount the link's target too") from None
-        raise _bad(name, "is missing", "download it; all files of the repository belong into one folder") from None
-    except OSError as error:
-        fix = "give this user read access to the folder"
-        raise _bad(name, f"cannot be looked at ({error.strerror})", fix) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise _bad(name, "is not a regular file", "put the file itself there")
-    return found.st_size
-
-
-def _start_of(path: Path, name: str, count: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(count)
-    except OSError as error:
-        raise _bad(name, f"cannot be read ({error.strerror})", "give this user read access to it") from None
-
-
-def _refuse_pointer(start: bytes, name: str) -> None:
-    if start.startswith(_LFS_MARK):
-        size = re.search(rb"\nsize ([0-9]{1,18})", start)
-        instead = f" instead of its {int(size.group(1)):,} bytes" if size else ""
-        fix = "run `git lfs pull` in the folder, or download the file itself"
-        raise _bad(name, f"is a git-lfs pointer{instead}", fix)
-
-
-def _parse(text: bytes, name: str, what: str) -> Any:
-    """JSON of `text`, a Refusal for anything that is not (NaN, over-deep nesting and non-UTF-8 included)."""
-
-    def refuse_constant(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(text.decode("utf-8"), parse_constant=refuse_constant)
-    except RecursionError:
-        raise _bad(name, f"{what} is nested too deeply to be one") from None
-    except ValueError as error:
-        raise _bad(name, f"{what} is not valid JSON ({str(error)[:100]})") from None
-
-
-def read_json(path: Path, name: str) -> dict[str, Any]:
-    """A small JSON file that holds an object. Raises Refusal (code 4)."""
-    size_bytes = _size_of(path, name)
-    if size_bytes > _LARGEST_JSON_BYTES:
-        raise _bad(name, f"has {size_bytes:,} bytes, far more than such a file can have")
-    text = _start_of(path, name, size_bytes)
-    _refuse_pointer(text, name)
-    if not text.strip(b"\0 \r\n\t"):
-        raise _bad(name, "is empty" if not text.strip() else "is filled with zeros")
-    content = _parse(text, name, "it")
-    if not isinstance(content, dict):
-        raise _bad(name, "is not a JSON object")
-    return content
-
-
 def read_header(path: Path, name: str | None = None) -> tuple[Shard, Tensors]:
     """The tensors of one safetensors file, proven to cover it exactly.
 
     Reads the header only; raises Refusal (code 4).
     """
     name = name or path.name
-    size_bytes = _size_of(path, name)
+    size_bytes = size_of(path, name)
     text = _header_text(path, name, size_bytes)
     data_start = 8 + len(text)
     tensors = _whole_at_once(text, name, data_start, size_bytes)
     if tensors is None:
-        entries = _parse(text, name, "its header")
+        entries = parse(text, name, "its header")
         if not isinstance(entries, dict):
-            raise _bad(name, "has no JSON object as its header")
+            raise bad(name, "has no JSON object as its header")
         entries.pop("__metadata__", None)
         tensors = Tensors(entries, *_columns(entries, name, data_start), name)
         _refuse_gaps(tensors, name, data_start, size_bytes)
@@ -458,35 +409,34 @@ def _header_text(path: Path, name: str, size_bytes: int) -> bytes:
         with path.open("rb") as file:
             start = file.read(256)
             if not start:
-                raise _bad(name, "is empty")
-            _refuse_pointer(start, name)
+                raise bad(name, "is empty")
+            refuse_pointer(start, name)
             if size_bytes < 8:
-                raise _bad(name, f"has {size_bytes} bytes, less than a header's length takes")
+                raise bad(name, f"has {size_bytes} bytes, less than a header's length takes")
             (length,) = struct.unpack("<Q", start[:8])
             if length == 0:
                 zeros = not start.strip(b"\0")
-                raise _bad(name, "is filled with zeros (reserved and never written)" if zeros else "has no header")
+                raise bad(name, "is filled with zeros (reserved and never written)" if zeros else "has no header")
             if length > _LARGEST_HEADER_BYTES:
                 most = f"at most {_LARGEST_HEADER_BYTES:,}"
-                raise _bad(name, f"states a header of {length:,} bytes ({most}): not safetensors")
+                raise bad(name, f"states a header of {length:,} bytes ({most}): not safetensors")
             if 8 + length > size_bytes:
-                raise _bad(name, f"ends inside its header ({size_bytes:,} of at least {8 + length:,} bytes)")
+                raise bad(name, f"ends inside its header ({size_bytes:,} of at least {8 + length:,} bytes)")
             text = start[8 : 8 + length] + file.read(max(0, 8 + length - len(start)))
     except OSError as error:
-        raise _bad(name, f"cannot be read ({error.strerror})", "give this user read access to it") from None
+        raise bad(name, f"cannot be read ({error.strerror})", "give this user read access to it") from None
     if len(text) < length:
-        raise _bad(name, "became shorter while it was read", "let the download end first")
+        raise bad(name, "became shorter while it was read", "let the download end first")
     if not text.startswith(b"{"):
         zeros = not text.strip(b"\0")
-        raise _bad(name, "has a header of zeros" if zeros else "has no JSON object as its header: not safetensors")
+        raise bad(name, "has a header of zeros" if zeros else "has no JSON object as its header: not safetensors")
     return text
 
 
 # An entry as safetensors' own writer puts it, up to the comma before the next one or the header's last bracket.
 _ENTRY = re.compile(
-    r'"([!#-\[\]-~]+)":\{("dtype":"[^"]+","shape":\[[^]]*\]),"data_offsets":\[([0-9]+),([0-9]+)\]\}(?:,|\}\Z)'
+    r'"([!#-\[\]-~]+)":\{("dtype":"[^"]+","shape":\[[^]]*\]),"data_offsets":\[([0-9]+),([0-9]+)\]\}(?:,|\} *\Z)'
 )
-_ENTRY_BYTES = len('"":{,"data_offsets":[,]},')
 _METADATA = re.compile(r'\{"__metadata__":(\{[^{}]*\}),')
 
 
@@ -505,36 +455,36 @@ class _Specs(dict[str, Spec]):
 def _whole_at_once(text: bytes, file: str, data_start: int, size_bytes: int) -> Tensors | None:
     """The tensors of a header that is right and written without a space or an escape; None says nothing about it.
 
-    The entries found by _ENTRY are the whole header where their lengths sum up to its own. Names, specs and offsets are
-    then held against what the format asks for, a column at a time: that is a third of the time of parsing and looking
-    at one entry after another.
+    Entries are the whole header where nothing is left between them. Names, specs and offsets are then held against what the
+    format asks for, a column at a time: that is a third of the time of parsing and looking at one entry after another.
     """
     try:
-        header = text.decode("ascii").rstrip(" ")
-        metadata = _METADATA.match(header)
+        # What stands before the first entry, then four groups of each and what stands behind it.
+        pieces = _ENTRY.split(text.decode("ascii"))
+        before, between = pieces[0], pieces[5::5]
+        metadata = _METADATA.fullmatch(before)
         if metadata:
             json.loads(metadata[1])
-        at = metadata.end() if metadata else 1
-        found = _ENTRY.findall(header, at)
-        used = sum(map(len, chain.from_iterable(found))) + len(found) * _ENTRY_BYTES
-        if not found or used != len(header) - at or not header.endswith("]}}"):
+        if not (metadata or before == "{") or any(between) or not text.rstrip(b" ").endswith(b"]}}"):
             return None
-        names, spec_texts, begins, ends = zip(*found, strict=True)
-        specs = list(map(_Specs().__getitem__, spec_texts))
+        names, begins, ends = pieces[1::5], pieces[3::5], pieces[4::5]
+        specs = list(map(_Specs().__getitem__, pieces[2::5]))
     except (ValueError, RecursionError):
         return None
     offsets = list(accumulate([spec.nbytes for spec in specs], initial=0))
-    right = tuple(map(str, offsets))
+    right = list(map(str, offsets))
     if begins != right[:-1] or ends != right[1:] or data_start + offsets.pop() != size_bytes:
         return None
-    tensors = Tensors(names, specs, [data_start + offset for offset in offsets], file)
-    return tensors if len(tensors) == len(names) and "__metadata__" not in tensors else None
+    distinct = set(names)
+    if len(distinct) < len(names) or "__metadata__" in distinct:
+        return None
+    return Tensors(names, specs, [data_start + offset for offset in offsets], file)
 
 
 def _spec_of(dtype: Any, shape: Any) -> Spec | None:
     """The Spec of a known dtype and a list of sizes that fill whole bytes, None for anything else."""
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None or type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+    if bits is None or not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMENSIONS:
         return None
     for size in shape:
         if type(size) is not int or not 0 <= size < _LARGEST_NUMBER:
@@ -552,10 +502,10 @@ def _columns(entries: Mapping[str, Any], file: str, data_start: int) -> tuple[li
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             DTYPE_BITS[dtype]
         except (TypeError, KeyError, ValueError):
-            raise _bad(file, f"has a tensor {name[:120]!r} {_what_lacks(entry)}") from None
+            raise bad(file, f"has a tensor {name[:120]!r} {_what_lacks(entry)}") from None
         spec = _spec_of(dtype, shape)
         if spec is None or not (type(begin) is type(end) is int and begin >= 0 and end - begin == spec.nbytes):
-            raise _bad(file, f"has a tensor {name[:120]!r} whose shape does not give its bytes")
+            raise bad(file, f"has a tensor {name[:120]!r} whose shape does not give its bytes")
         specs.append(known.setdefault(spec, spec))
         offsets.append(data_start + begin)
     return specs, offsets
@@ -567,12 +517,12 @@ def _refuse_gaps(tensors: Tensors, file: str, data_start: int, size_bytes: int) 
     for offset, nbytes in tensors.spans():
         if offset != at:
             what = "overlapping tensors" if offset < at else "a gap"
-            raise _bad(file, f"has {what} at byte {min(offset, at):,}")
+            raise bad(file, f"has {what} at byte {min(offset, at):,}")
         at += nbytes
     if at != size_bytes:
         short = at - size_bytes
         cut = f"is {short:,} bytes short (cut off)" if short > 0 else f"has {-short:,} bytes after its last tensor"
-        raise _bad(file, f"{cut}: {size_bytes:,} bytes, its header says {at:,}")
+        raise bad(file, f"{cut}: {size_bytes:,} bytes, its header says {at:,}")
 
 
 def _what_lacks(entry: Any) -> str:
@@ -582,21 +532,30 @@ def _what_lacks(entry: Any) -> str:
     return "without dtype, shape and data_offsets"
 
 
+def _weight_map(text: bytes, present: Sequence[str]) -> Any:
+    """The index's weight_map; at once, if it is one and names files of `present` only. Raises Refusal for what is no JSON."""
+    if present:
+        of_present = msgspec.defstruct("Index", [("weight_map", dict[str, Literal[tuple(present)]])])
+        if (index := quick(msgspec.json.Decoder(of_present), text)) is not None:
+            return index.weight_map
+    return parse_object(text, INDEX_NAME).get("weight_map")
+
+
 def _files_of(folder: Path) -> tuple[list[str], Mapping[str, str] | None, tuple[str, ...]]:
     """(the checkpoint's files in name order, the index's map or None, files that the index leaves out)."""
     present = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
     index = folder / INDEX_NAME
     if index.exists() or index.is_symlink():
-        weight_map = read_json(index, INDEX_NAME).get("weight_map")
+        weight_map = _weight_map(read_text(index, INDEX_NAME), present)
         if not isinstance(weight_map, dict) or not weight_map:
-            raise _bad(INDEX_NAME, "has no weight_map")
+            raise bad(INDEX_NAME, "has no weight_map")
         try:
             named = set(weight_map.values())
         except TypeError:
             named = {None}
         for file in named:
             if not isinstance(file, str) or not file.isprintable() or "/" in file or file in ("", ".", ".."):
-                raise _bad(INDEX_NAME, f"names the file {str(file)[:80]!r}, which is not one of the folder")
+                raise bad(INDEX_NAME, f"names the file {str(file)[:80]!r}, which is not one of the folder")
         missing = sorted(name for name in named if not (folder / name).exists())
         if missing:
             some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -639,19 +598,22 @@ def read_tensors(folder: Path) -> tuple[tuple[Shard, ...], Tensors, tuple[str, .
     tensors = Tensors()
     with without_gc():
         files, weight_map, unlisted = _files_of(folder)
+        placed = 0
         for file in files:
             shard, found = read_header(folder / file, file)
             shards.append(shard)
-            twice = tensors.join(found)
-            if twice is not None:
-                name, before = twice
-                what = f"has the tensor {name[:120]!r}, and so has {before}"
-                raise _bad(file, what, "remove the file that does not belong to this checkpoint")
+            tensors.join(found)
+            if weight_map is not None:
+                placed += sum(map(eq, map(weight_map.get, found), repeat(file)))
+        if (twice := tensors.twice()) is not None:
+            name, before, file = twice
+            what = f"has the tensor {name[:120]!r}, and so has {before}"
+            raise bad(file, what, "remove the file that does not belong to this checkpoint")
         # A header may hold more than the index lists, never less.
-        if weight_map is not None and weight_map != (placed := tensors.files()):
-            for name, file in weight_map.items():
-                if placed.get(name) != file:
-                    raise _bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
+        if weight_map is not None and placed < len(weight_map):
+            home = tensors.files()
+            name, file = next((name, file) for name, file in weight_map.items() if home.get(name) != file)
+            raise bad(file, f"lacks the tensor {name[:120]!r} that {INDEX_NAME} places there")
     return tuple(shards), tensors, unlisted
 
 
@@ -697,7 +659,7 @@ def read_text_config(config: Mapping[str, Any], file: str = "config.json") -> Te
     """
     inner = config.get("text_config", config)
     if not isinstance(inner, dict):
-        raise _bad(file, "has a text_config that is not an object")
+        raise bad(file, "has a text_config that is not an object")
     values = {}
     for entry in fields(TextConfig):
         places = (inner, config) if entry.name in _ALSO_OUTSIDE else (inner,)
@@ -710,20 +672,20 @@ def read_text_config(config: Mapping[str, Any], file: str = "config.json") -> Te
             value = tuple(value) if isinstance(value, list) else (value,)
         words, right = _KINDS[kind]
         if not right(value):
-            raise _bad(file, f"{entry.name} is {str(value)[:60]!r}, not {words}", _TAKE_CONFIG)
+            raise bad(file, f"{entry.name} is {str(value)[:60]!r}, not {words}", _TAKE_CONFIG)
         values[entry.name] = value
     text = TextConfig(**values)
     if text.num_hidden_layers is not None and not 0 < text.num_hidden_layers <= _MOST_LAYERS:
-        raise _bad(file, f"num_hidden_layers is {text.num_hidden_layers:,}", _TAKE_CONFIG)
+        raise bad(file, f"num_hidden_layers is {text.num_hidden_layers:,}", _TAKE_CONFIG)
     if text.layer_types is not None and text.num_hidden_layers not in (None, len(text.layer_types)):
-        raise _bad(
+        raise bad(
             file,
             f"names {len(text.layer_types)} layer_types for num_hidden_layers = {text.num_hidden_layers}",
             _TAKE_CONFIG,
         )
     for layer_id in text.ple_layer_ids or ():
         if not 1 <= layer_id <= (text.num_hidden_layers or layer_id):
-            raise _bad(
+            raise bad(
                 file,
                 f"ple_layer_ids names layer {layer_id} of {text.num_hidden_layers} (they count from 1)",
                 _TAKE_CONFIG,
@@ -738,8 +700,8 @@ def _small_files(folder: Path) -> tuple[Mapping[str, Any] | None, bool, bool]:
         path = folder / name
         if not (path.exists() or path.is_symlink()):
             return False
-        _size_of(path, name)
-        _refuse_pointer(_start_of(path, name, 256), name)
+        size_of(path, name)
+        refuse_pointer(start_of(path, name, 256), name)
         return True
 
     def content(name: str) -> dict[str, Any] | None:
@@ -779,11 +741,11 @@ def read_checkpoint(path: str | Path, headers: bool = True, counted: Weights | N
     text = read_text_config(config)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise _bad("config.json", "architectures is not a list of names", _TAKE_CONFIG)
+        raise bad("config.json", "architectures is not a list of names", _TAKE_CONFIG)
     inner = config.get("text_config")
     quantization = config.get("quantization_config") or (inner or {}).get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
-        raise _bad("config.json", "quantization_config is not an object", _TAKE_CONFIG)
+        raise bad("config.json", "quantization_config is not an object", _TAKE_CONFIG)
     generation, tokenizer, chat_template = _small_files(folder)
     shards, tensors, unlisted = read_tensors(folder) if headers else ((), Tensors(), ())
     model_type, vision = config.get("model_type"), config.get("vision_config")

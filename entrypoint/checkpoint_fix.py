@@ -26,10 +26,11 @@ from typing import Any
 
 from . import lint
 from .architecture import QUANTIZABLE
-from .checkpoint import Checkpoint, read_json
+from .checkpoint import Checkpoint
 from .data import data
+from .documents import read_json
 from .errors import Exit, Refusal
-from .plan import published_sampling
+from .model import published_sampling
 
 VERSION = 1
 """Part of an overlay's identity: raise it when the repair itself changes."""

@@ -10,6 +10,9 @@
     flashnext explain LOG [--json]            known failures in an engine's log
 
 Exit codes: errors.Exit. Every mistake of a user ends in one ERROR and one Fix line.
+
+Each command imports what it runs when it runs: all of it would be a quarter of a second, an eighth of what a check of the
+checkpoint may take.
 """
 
 from __future__ import annotations
@@ -21,28 +24,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from . import account, boot, checkpoint_fix, demo, facts, flags, lint, rules
-from . import bits as bits_
-from . import doctor as doctor_
-from . import fetch as fetch_
-from . import plan as plan_
-from . import prepare as prepare_
-from . import speed as speed_
-from . import table as table_
-from . import what_if as what_if_
-from .checkpoint import Checkpoint
+from . import facts, flags
 from .errors import Exit, Refusal
-from .machine import Machine, least
-from .show import byte_progress, console, plan_dict, show
-from .simulate import simulate as make_box
-from .supervisor import Supervisor
 from .units import format_gib
 from .wishes import Wishes, gather
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .machine import Machine
+    from .plan import Plan
+    from .speed import Speed
+    from .what_if import Side
 
 app = typer.Typer(
     add_completion=False,
@@ -76,6 +73,9 @@ class _Box:
 
     def machine(self, real: Callable[[], Machine]) -> Machine:
         """The machine; `real` reads this one. Words beside a real box replace what it has (--what-if)."""
+        from .machine import least
+        from .simulate import simulate as make_box
+
         if self.simulate is None and not any(value for _, value in self.words):
             return real()
         if self.simulate is not None and (self.ram is not None or self.simulate.startswith("@")):
@@ -94,8 +94,12 @@ class _Box:
         return replace(box, wsl=box.wsl or self.wsl, ram_available_bytes=available)
 
 
-def _planned(box: _Box, wishes: Wishes) -> tuple[plan_.Plan, speed_.Speed | None, str | None]:
+def _planned(box: _Box, wishes: Wishes) -> tuple[Plan, Speed | None, str | None]:
     """The plan, its speed, and why there is none. Raises Refusal."""
+    from . import account, rules
+    from . import plan as plan_
+    from . import speed as speed_
+
     if box.simulate is None:
         rules.check_exposure(wishes, facts.read_api_key(wishes) is not None)
     machine = box.machine(lambda: facts.machine(wishes))
@@ -118,14 +122,16 @@ def _planned(box: _Box, wishes: Wishes) -> tuple[plan_.Plan, speed_.Speed | None
     return made, speed_.estimate(made, machine, model.text, reads), missing
 
 
-def _side(label: str, box: _Box, wishes: Wishes) -> what_if_.Side:
+def _side(label: str, box: _Box, wishes: Wishes) -> Side:
+    from .what_if import Side
+
     try:
         made, speed, _ = _planned(box, wishes)
     except Refusal as e:
         if e.code != Exit.PLAN:
             raise
-        return what_if_.Side(label=label, refusal=e)
-    return what_if_.Side(label=label, plan=made, speed=speed)
+        return Side(label=label, refusal=e)
+    return Side(label=label, plan=made, speed=speed)
 
 
 @app.command(context_settings=_WISHES, epilog=flags.help_text())
@@ -161,6 +167,9 @@ def plan(
         _compare(box, ctx, env_file, what_if, as_json)
         return
     made, speed, no_speed = _planned(box, wishes)
+    from .show import plan_dict, show
+    from .terminal import console
+
     if as_json:
         print(json.dumps(plan_dict(made, speed), indent=1, ensure_ascii=False))
     else:
@@ -169,6 +178,9 @@ def plan(
 
 def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: bool) -> None:
     """`plan --what-if`: exits with 3 only where both sides are refused."""
+    from . import what_if as what_if_
+    from .terminal import console
+
     asked = what_if_.parse(text)
     words = {k: v for k, v in asked.items() if k in what_if_.BOX_KEYS}
     if "wsl" in words:
@@ -201,6 +213,9 @@ def doctor(
     env_file: EnvFile = Path(".env"),
 ) -> None:
     """Check this box point by point: PASS, WARN or FAIL, one fix each."""
+    from . import doctor as doctor_
+    from .terminal import console
+
     seen = doctor_.look(_wishes(ctx, env_file))
     findings = doctor_.judge(seen)
     if as_json:
@@ -214,11 +229,14 @@ def doctor(
     raise typer.Exit(int(worst))
 
 
-def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[plan_.Plan, str | None, int, list[str]]:
+def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[Plan, str | None, int, list[str]]:
     """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal.
 
     `table` is called with the checkpoint's folder and the table file that was wished for, if one was.
     """
+    from . import checkpoint_fix
+    from . import prepare as prepare_
+
     repaired: list[str] = []
 
     def mend(found: Checkpoint) -> Checkpoint:
@@ -237,6 +255,9 @@ def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[plan_
 
 def _demo_model(wishes: Wishes) -> None:
     """On the CPU, a model folder inside our own volume is made if it is not there: the demo needs no download."""
+    from . import demo
+    from . import prepare as prepare_
+
     folder, data = Path(wishes.value("model")), Path(wishes.value("data"))
     if not folder.is_relative_to(data) or (folder / "config.json").exists():
         return
@@ -257,6 +278,10 @@ def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(
 
     Exits 0 only where `serve` can start.
     """
+    from . import table as table_
+    from .show import show
+    from .terminal import console
+
     tell = table_.teller(sys.stderr)
     made, _, weight_bytes, repaired = _ready(
         _wishes(ctx, env_file), lambda model, file: table_.prepare(model, file, tell)
@@ -274,6 +299,11 @@ def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(
 @app.command(context_settings=_WISHES)
 def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
     """Prepare, start vllm serve and stay with it until it ends; exits with the documented codes."""
+    from . import boot
+    from . import prepare as prepare_
+    from . import table as table_
+    from .supervisor import Supervisor
+
     wishes = _wishes(ctx, env_file)
     state = boot.StateFile(prepare_.state_folder(wishes), wishes.value("host"), wishes.value("port"))
     state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
@@ -314,7 +344,10 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
 
 @app.command()
 def fetch(
-    source: Annotated[str, typer.Argument(help="OWNER/NAME on the hub, or a folder here.")] = fetch_.DEFAULT_REPO,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="OWNER/NAME on the hub, or a folder here.", show_default="the published checkpoint"),
+    ] = None,
     to: Annotated[Path | None, typer.Option(help="Folder to fetch into: /model if there is one, else ./model.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; a commit pins it.")] = None,
     token_file: Annotated[
@@ -323,10 +356,14 @@ def fetch(
     endpoint: Annotated[
         str, typer.Option(envvar="HF_ENDPOINT", help="The hub, or a mirror.")
     ] = "https://huggingface.co",
-    workers: Annotated[int, typer.Option(min=1, max=16, help="Files at a time.")] = fetch_.WORKERS,
+    workers: Annotated[int | None, typer.Option(min=1, max=16, help="Files at a time.", show_default="4")] = None,
     as_json: Json = False,
 ) -> None:
     """Bring a checkpoint into a folder: resumed after a cut, space checked first, each file against the hub's hash."""
+    from . import fetch as fetch_
+    from .terminal import byte_progress
+
+    source = source or fetch_.DEFAULT_REPO
     token = fetch_.read_token(token_file)
     with byte_progress("fetching") as progress:
         done = fetch_.fetch(
@@ -335,7 +372,7 @@ def fetch(
             revision=revision,
             endpoint=endpoint.rstrip("/"),
             token=token,
-            workers=workers,
+            workers=workers or fetch_.WORKERS,
             progress=progress,
         )
     facts.read_checkpoint(done.target)
@@ -359,8 +396,12 @@ def checkpoint(
     env_file: EnvFile = Path(".env"),
 ) -> None:
     """Check the checkpoint: files, headers, shapes, packing, config groups, tokenizer, EOS ids, sampling defaults."""
+    from . import lint
+
     found = facts.checkpoint(_wishes(ctx, env_file))
     if deep:
+        from .terminal import byte_progress
+
         with byte_progress("hashing") as progress:
             report = lint.examine(found, lint.hasher(progress))
     else:
@@ -368,6 +409,8 @@ def checkpoint(
     if as_json:
         print(json.dumps(report.as_dict(), indent=1, ensure_ascii=False))
     else:
+        from .terminal import console
+
         lint.show(report, console())
     raise typer.Exit(int(Exit.CHECKPOINT if report.errors else Exit.OK))
 
@@ -386,6 +429,9 @@ def bits(
     env_file: EnvFile = Path(".env"),
 ) -> None:
     """Count parameters, bytes, bytes per decoded token and the roofline of each card, from headers alone."""
+    from . import bits as bits_
+    from .terminal import console
+
     if demo:
         stored, text = bits_.demo()
         origin, more = f"the published shapes in this allocation: {bits_.DEMO_ALLOCATION}", {}
@@ -417,6 +463,8 @@ def explain(
     log: Annotated[Path, typer.Argument(help="An engine's log, or - for standard input.")], as_json: Json = False
 ) -> None:
     """Find known failures in an engine's log and say what to do."""
+    from . import boot
+
     try:
         text = sys.stdin.read() if str(log) == "-" else log.read_text(encoding="utf-8", errors="replace")
     except OSError as e:

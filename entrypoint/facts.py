@@ -5,13 +5,15 @@ from __future__ import annotations
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import plan, rules
 from .checkpoint import Checkpoint, read_checkpoint
-from .detect import read_machine
 from .errors import Exit, Refusal
-from .machine import Machine
 from .wishes import Wishes
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .plan import Plan
 
 
 def read_api_key(wishes: Wishes) -> str | None:
@@ -44,6 +46,8 @@ def read_api_key(wishes: Wishes) -> str | None:
 
 
 def machine(wishes: Wishes) -> Machine:
+    from .detect import read_machine
+
     return read_machine(paths={"model": wishes.value("model"), "data": wishes.value("data")})
 
 
@@ -67,11 +71,13 @@ def checkpoint(wishes: Wishes, read: Callable[[str], Checkpoint] | None = None) 
 
 def everything(
     wishes: Wishes, mend: Callable[[Checkpoint], Checkpoint] = lambda found: found
-) -> tuple[Machine, Checkpoint, plan.Plan, str | None]:
+) -> tuple[Machine, Checkpoint, Plan, str | None]:
     """Box, checkpoint, plan and key, in the order in which a mistake is cheapest to mend. Raises Refusal.
 
     `mend` gives the checkpoint that is served in the place of the one that was found (checkpoint_fix.py).
     """
+    from . import plan, rules
+
     key = read_api_key(wishes)
     rules.check_exposure(wishes, key is not None)
     box = machine(wishes)

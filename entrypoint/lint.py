@@ -26,18 +26,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import msgspec
 
 from .architecture import FUSED, QUANTIZABLE, Part, draft_parts, is_target, parts, vision_parts
-from .checkpoint import Checkpoint, Tensors, category_of, read_json, without_gc
+from .checkpoint import Checkpoint, Tensors, category_of, without_gc
 from .data import data
+from .documents import parse_object, quick, read_json, read_text
 from .errors import Exit, Refusal
-from .plan import published_sampling
 from .units import format_gib
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -211,21 +212,30 @@ def _form(part: Part, specs: Sequence[Spec | None]) -> Form:
     return Form(bits[0], groups, bits[1], "I32", points is None)
 
 
-def _ends(part: Part, unusual: bool) -> tuple[str, ...]:
-    """What may stand behind a weight's name; `unusual`: zero points or activation order occur in this checkpoint."""
+def _ends(part: Part) -> tuple[str, ...]:
+    """What may stand behind a weight's name."""
     if part.kind in ("bare", "optional"):
         return ("",)
-    return _PACKED[: 6 if unusual else 4] if part.kind in QUANTIZABLE else _PACKED[:1]
+    return _PACKED if part.kind in QUANTIZABLE else _PACKED[:1]
+
+
+def _expert_ends(tensors: Tensors) -> frozenset[str]:
+    """Those of _PACKED that an expert's tensor may end with in this checkpoint."""
+    tails = {name[-7:] for name in tensors if ".experts." in name}  # no two of _PACKED have the same
+    return frozenset(end for end in _PACKED if end[-7:] in tails)
 
 
 def _stored(
-    part: Part, tensors: Tensors, unusual: bool, found: Findings, verdict: str = "ERROR"
+    part: Part, tensors: Tensors, expert_ends: frozenset[str], found: Findings, verdict: str = "ERROR"
 ) -> tuple[list[Stored], int]:
     """(`part` as it is stored, one entry a form; number of tensors that it takes), with findings for what is wrong."""
     names = part.names()
-    # A column for each end, not a row for each name: a quarter of a million lookups, and nothing else, take the time.
-    rows = list(zip(*[tensors.specs(names, end) for end in _ends(part, unusual)], strict=True))
-    counts = Counter(rows)
+    # A column for each end, not a row for each name, and none for an end that no expert has: the lookups take the time.
+    asked = expert_ends if part.kind == "experts" else _ends(part)
+    columns = [tensors.specs(names, end) if end in asked else [None] * len(names) for end in _ends(part)]
+    rows = list(zip(*columns, strict=True))
+    # As a rule all are alike, which is seen without hashing one.
+    counts = {rows[0]: len(rows)} if rows.count(rows[0]) == len(rows) else Counter(rows)
     forms: dict[tuple[Spec | None, ...], Form | _Wrong | None] = {}
     for specs in counts:
         try:
@@ -441,9 +451,9 @@ def weights_of(checkpoint: Checkpoint, found: Findings) -> list[Stored]:
     tensors = checkpoint.tensors
     loaded = tuple(parts(checkpoint.text, prefix_of(tensors)))
     aside = _aside(checkpoint, found)
-    unusual = _has_unusual(tensors)
-    out, taken = _all_stored(loaded, tensors, unusual, found, "ERROR")
-    taken += _all_stored(aside, tensors, unusual, found, "WARN")[1]
+    ends = _expert_ends(tensors)
+    out, taken = _all_stored(loaded, tensors, ends, found, "ERROR")
+    taken += _all_stored(aside, tensors, ends, found, "WARN")[1]
     # Naming what is left over takes as long as all the rest: only where the counts say that there is something.
     if taken < len(tensors):
         seen = {name for part in (*loaded, *aside) for name in _tensors_of(part, tensors)}
@@ -458,24 +468,24 @@ def unloaded(checkpoint: Checkpoint) -> list[Stored]:
     """The weights of the vision tower and of the draft head; [] where the checkpoint holds other tensors of them too."""
     found = Findings()
     tensors = checkpoint.tensors
-    stored, taken = _all_stored(_aside(checkpoint, found), tensors, _has_unusual(tensors), found, "WARN")
+    stored, taken = _all_stored(_aside(checkpoint, found), tensors, _expert_ends(tensors), found, "WARN")
     there = sum(map(methodcaller("startswith", _DRAFT + _TOWER), tensors))
     return [] if found.all() or taken != there else stored
 
 
 _DRAFT = ("mtp.", "model.mtp.")
 _TOWER = ("visual.", "model.visual.")
+_LONGEST = max(map(len, _DRAFT + _TOWER))
 
 
 def _aside(checkpoint: Checkpoint, found: Findings) -> tuple[Part, ...]:
     """The parts of the vision tower and of the draft head, of each where the checkpoint has a tensor of it."""
     out: list[Part] = []
-    names = list(filter(methodcaller("startswith", _DRAFT + _TOWER), checkpoint.tensors))
+    starts = {name[:_LONGEST] for name in checkpoint.tensors}
     for prefixes in (_DRAFT, _TOWER):
-        first = next((name for name in names if name.startswith(prefixes)), None)
-        if first is None:
+        prefix = next((p for p in prefixes if any(start.startswith(p) for start in starts)), None)
+        if prefix is None:
             continue
-        prefix = next(p for p in prefixes if first.startswith(p))
         try:
             draft = prefixes is _DRAFT
             out += draft_parts(checkpoint.text, prefix) if draft else vision_parts(checkpoint.vision or {}, prefix)
@@ -491,23 +501,18 @@ def _tensors_of(part: Part, tensors: Tensors) -> Iterator[str]:
     if part.kind == "experts" and _is_in_one(at, tensors):
         yield from (f"{at}.gate_up_proj", f"{at}.down_proj")
     else:
-        for end in _ends(part, True):
+        for end in _ends(part):
             yield from (name + end for name in part.names())
 
 
-def _has_unusual(tensors: Tensors) -> bool:
-    """Whether zero points or activation order occur at all: most checkpoints need not be asked for them by name."""
-    return any(map(methodcaller("endswith", _PACKED[4:]), tensors))
-
-
 def _all_stored(
-    every: Sequence[Part], tensors: Tensors, unusual: bool, found: Findings, verdict: str
+    every: Sequence[Part], tensors: Tensors, expert_ends: frozenset[str], found: Findings, verdict: str
 ) -> tuple[list[Stored], int]:
     """(the parts as they are stored, number of tensors that they take)."""
     out, taken = [], 0
     for part in every:
         whole = _in_one_tensor(part, tensors, found, verdict) if part.kind == "experts" else None
-        stored, count = whole or _stored(part, tensors, unusual, found, verdict)
+        stored, count = whole or _stored(part, tensors, expert_ends, found, verdict)
         out += stored
         taken += count
     return out, taken
@@ -590,6 +595,24 @@ def _check_groups(stored: Sequence[Stored], checkpoint: Checkpoint, found: Findi
     return said
 
 
+class _Token(msgspec.Struct, gc=False):
+    id: int
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _Tokenizer(msgspec.Struct):
+    """The part of tokenizer.json that is looked at; its merges are half of the file."""
+
+    model: _Vocabulary
+    added_tokens: list[_Token] = []
+
+
+_TOKENIZER = msgspec.json.Decoder(_Tokenizer)
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """What tokenizer.json says: its largest token, and those of `wanted` that it lacks. `refused`: (message, fix)."""
@@ -599,21 +622,32 @@ class _Tokens:
     refused: tuple[str, str] | None = None
 
 
-def _tokens(folder: Path, wanted: Sequence[int]) -> _Tokens:
-    if not (folder / "tokenizer.json").is_file():
-        return _Tokens()
-    try:
-        with without_gc():
-            content = read_json(folder / "tokenizer.json", "tokenizer.json")
-    except Refusal as refusal:
-        return _Tokens(refused=(refusal.message, refusal.fix))
+def _token_ids(text: bytes, name: str) -> set[int] | None:
+    """The ids of a tokenizer.json; None where it holds no vocabulary. Raises Refusal."""
+    found = quick(_TOKENIZER, text)
+    if found is not None:
+        return {*found.model.vocab.values(), *(token.id for token in found.added_tokens)}
+    content = parse_object(text, name)
     model, added = content.get("model"), content.get("added_tokens")
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), (dict, list)):
-        return _Tokens(refused=("tokenizer.json holds no vocabulary", "download tokenizer.json again"))
-    vocab = model["vocab"]
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, (dict, list)):
+        return None
     ids = {i for i in vocab.values() if type(i) is int} if isinstance(vocab, dict) else set(range(len(vocab)))
     if isinstance(added, list):
         ids |= {t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int}
+    return ids
+
+
+def _tokens(folder: Path, wanted: Sequence[int]) -> _Tokens:
+    name = "tokenizer.json"
+    if not (folder / name).is_file():
+        return _Tokens()
+    try:
+        ids = _token_ids(read_text(folder / name, name), name)
+    except Refusal as refusal:
+        return _Tokens(refused=(refusal.message, refusal.fix))
+    if ids is None:
+        return _Tokens(refused=("tokenizer.json holds no vocabulary", "download tokenizer.json again"))
     return _Tokens(max(ids), tuple(i for i in wanted if i not in ids)) if ids else _Tokens()
 
 
@@ -643,7 +677,9 @@ def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
     if lost := [i for i in eos_ids(checkpoint) if i not in have]:
         what = f"generation_config.json does not end an answer at {lost}"
         found.add("WARN", "EOS ids", what, repair, "generation")
-    if lost := sorted(key for key in published_sampling() if not isinstance(generation.get(key), (int, float))):
+    if lost := sorted(
+        key for key in data("published")["sampling"] if not isinstance(generation.get(key), (int, float))
+    ):
         what = f"generation_config.json lacks {', '.join(lost)}: the whole vocabulary would be sampled"
         found.add("WARN", "sampling", what, repair, "generation")
 
@@ -818,6 +854,9 @@ def refuse(report: Report) -> None:
 
 def show(report: Report, out: Console) -> None:
     """The table of weights and the findings."""
+    from rich.table import Table
+    from rich.text import Text
+
     if report.rows:
         t = Table(title="Weights", title_justify="left", box=None, pad_edge=False, header_style="dim")
         for column in ("count", "shape", "stored", "config", "name"):

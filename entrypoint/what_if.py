@@ -22,8 +22,9 @@ from rich.text import Text
 
 from .errors import Exit, Refusal
 from .plan import Plan
-from .show import NARROW, plan_dict, row_name, speed_range, tidy
+from .show import NARROW, plan_dict, row_name, speed_range
 from .speed import Speed
+from .terminal import tidy
 from .units import GIB, format_gib
 from .wishes import table
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from entrypoint import architecture, lint, show
+from entrypoint import architecture, lint, terminal
 from entrypoint.checkpoint import TextConfig, read_checkpoint, without_gc
 from entrypoint.errors import Exit, Refusal
 from tests.support import published_form as form
@@ -419,8 +419,8 @@ def test_the_command_ends_with_the_documented_code(tmp_path, change, code):
 
 def test_progress_of_long_work_says_rate_and_time_left(monkeypatch, capsys):
     clock = iter([0.0, 5.0, 20.0])
-    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with show.byte_progress("hashing") as progress:
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with terminal.byte_progress("hashing") as progress:
         progress(1 << 30, 10 << 30)
         progress(2 << 30, 10 << 30)
     assert capsys.readouterr().err == "hashing: 2.00 GiB of 10.00 GiB, 107 MB/s, 80 s left\n"
