@@ -156,18 +156,20 @@ def _backend(stock: type) -> type:
 class Batch:
     """What the host knows of a step without asking the card. `starts`: first row of each request, and the end.
 
-    `lengths`: tokens of each request, this step's included, or more: with asynchronous scheduling the host knows a bound.
+    `lengths`: tokens of each request, this step's included, or more: with asynchronous scheduling the host knows a bound. `is_close`:
+    the bound is each request's own, which exceeds its length only where draft tokens were rejected, not that of the batch.
     """
 
     starts: list[int]
     lengths: list[int]
+    is_close: bool
 
     @classmethod
     def of(cls, common: Any) -> "Batch":
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         bound = common.seq_lens_cpu_upper_bound
         lengths = [common.max_seq_len] * common.num_reqs if bound is None else bound[: common.num_reqs].tolist()
-        return cls(starts, lengths)
+        return cls(starts, lengths, bound is not None)
 
     def spans(self, first_request: int, first_row: int, rows: int) -> list[Span]:
         """The span of each request from `first_request` on that has rows; rows count from `first_row`.
@@ -357,6 +359,24 @@ def warm_up(layer: Any, block_table: torch.Tensor) -> torch.Tensor:
     return rows(layer)
 
 
+def fetch_ahead(host: HostKV, name: str, side: Any) -> None:
+    """Begin to bring K/V of the QSA layer after `name` to the card, where this step has rows in prefill.
+
+    That layer may be in another group of layers than this one, with a block table of its own.
+    """
+    from vllm.forward_context import get_forward_context
+
+    at = host.names.index(name) + 1
+    if at == len(host.names):
+        return
+    following = host.names[at]
+    metadata = get_forward_context().attn_metadata[following]
+    if metadata.host_batch.is_close:
+        decodes = side.num_decode_tokens
+        spans = metadata.host_batch.spans(side.num_decodes, decodes, metadata.num_actual_tokens - decodes)
+        host.sections.fetch_ahead(host.rows(following), metadata.block_table, spans, metadata.host_batch)
+
+
 def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: torch.Tensor, gate: torch.Tensor) -> bool:
     """Attention of a batch that has rows in prefill, into `output` [rows, heads, dim]; False: none, upstream's way will do.
 
@@ -394,7 +414,9 @@ def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: to
         spans,
         gate[prefill],
         output[prefill],
+        step=metadata.host_batch,
     )
+    fetch_ahead(host, layer.layer_name, side)
     return True
 
 

@@ -287,6 +287,9 @@ class TritonSteps:
             num_warps=tuning.list_warps,
         )
 
+    def mark_all(self, flags, *, context: int, granule: int) -> None:
+        flags[: triton.cdiv(context, granule)].fill_(1)
+
     def order(
         self, selection, table, pool, keys, positions, tokens, *, request: int, rows: range, context: int
     ) -> None:

@@ -15,6 +15,9 @@ of the arena each goes to, and the order of the steps. The steps themselves are 
 4. Section n is attended to while section n + 1 is copied to the other half. A row with no token in a section returns at
    once; a row with its last token there normalises, applies the gate and is written.
 5. Spans follow one another in the same pipeline.
+6. Ahead of the next layer (`fetch_ahead`, called when this layer's attention is enqueued): what the step will read of that layer's
+   first span and was there before the step goes to both halves, whoever will select it, while other layers compute. Its
+   sections are as large as the halves allow then, and only the rest of the context is fetched as in 2.
 
 Nothing waits for the device, and all launches are known beforehand; what was selected is decided on the device.
 
@@ -25,7 +28,9 @@ What it costs, T rows, S columns, C tokens of context, 2 K/V heads of 256, n = n
   walk the context at the same time, so what neighbours share is likely to be in L2.
 - State: (fp32 accumulator, maximum, norm) T x 24 x (256 + 2) x 4 B = 12.7 MB, read and written by at most n - 1 sections.
   At n = 16: 0.38 GB, 0.41 ms of 936 GB/s, beside a copy of 268 MB at C = 131,072, 10.7 ms of 25 GB/s.
-- Not overlapped: the copy of the first section and the attention to the last. That is why sections are smaller than the
+- Fetched ahead: at most the arena, 100 MB at four blocks of 12,160 tokens, selected or not, in time in which the link would
+  have nothing to do: three linear-attention layers and four of experts lie between two layers of full attention.
+- Not overlapped otherwise: the copy of the first section and the attention to the last. That is why sections are smaller than the
   arena allows: with n sections about 1/n of the copy is left standing alone. It is why they are not much smaller: each
   costs the CPU two launches and two events, and each program its query (8 KiB) and the count of its columns.
 - Sort: T x S int32 keys, one torch.sort for 128 rows; up to 4,096 columns PyTorch sorts a row in one thread block (radix
@@ -38,6 +43,7 @@ allocates nothing, but for one row of positions that torch.sort makes for its ow
 """
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,6 +55,8 @@ PARTS = 16
 """Sections that a long context is cut into, where half of the arena holds one."""
 GRANULE = 4
 """Tokens copied or left out together; the indexer's compression ratio."""
+AHEAD_MARGIN = 64
+"""Tokens before a span's rows that are not fetched ahead, so that a context that is named a few tokens too long does no harm."""
 FLAGS = 1 << 16
 """Flags there are. A context of more granules than this has larger granules."""
 
@@ -94,21 +102,36 @@ def granule_tokens(context: int) -> int:
     return granule
 
 
-def plan_steps(spans: Sequence[Span], half_tokens: int, table_tokens: int) -> list[Step]:
-    """Every section of every span, in order; `table_tokens` is what a row of the block table can name.
+def plan_steps(
+    spans: Sequence[Span], half_tokens: int, table_tokens: int, ahead: bool = False
+) -> tuple[list[Step], int]:
+    """(every section of every span, in order; how many of them may be fetched ahead: 0 unless `ahead`, 2 at most).
 
-    A span with rows has at least one section, so that rows that selected nothing are written too.
+    `table_tokens` is what a row of the block table can name. A span with rows has at least one section, so that rows that
+    selected nothing are written too. With `ahead` the first span's context without its own rows and AHEAD_MARGIN tokens before
+    them, or as much of it as the arena holds, is the first two sections: its K/V were written by earlier steps.
     """
-    result = []
+    result: list[Step] = []
+    early = 0
     for span in spans:
         if span.start == span.stop:
             continue
         context = min(span.context, table_tokens)
         length, granule = section_tokens(context, half_tokens), granule_tokens(context)
+        borders = [0]
+        if ahead and not result:
+            before = min(span.context - (span.stop - span.start) - AHEAD_MARGIN, context)
+            large = min(half_tokens, -(-before // 2))
+            borders += [end for end in (large, min(2 * large, before)) if end > borders[-1]]
+            borders = list(dict.fromkeys(borders))
+            early = len(borders) - 1
+        borders += range(borders[-1] + length, context, length)
+        borders.append(context)
         span = span._replace(context=context)
-        for start in range(0, max(context, 1), length):
-            result.append(Step(span, start, min(start + length, context), granule, start == 0))
-    return result
+        for start, stop in itertools.pairwise(borders):
+            if stop > start or len(borders) == 2:
+                result.append(Step(span, start, stop, granule, start == 0))
+    return result, early
 
 
 def buffer_bytes(
@@ -211,6 +234,7 @@ class SectionPrefill:
         self._keys = empty(torch.int32, sort_rows, selection_width)
         self._positions = empty(torch.int64, sort_rows, selection_width)
         self._flags = empty(torch.int8, FLAGS)
+        self._ahead: tuple[object, int, list[Span]] | None = None
         self._lanes = _Lanes(self.device) if self.device.type == "cuda" else _OneLane()
 
     def __call__(
@@ -222,6 +246,7 @@ class SectionPrefill:
         spans: Sequence[Span],
         output_gate: torch.Tensor,
         out: torch.Tensor,
+        step: object = None,
     ) -> None:
         """Write the gated attention of the rows of all spans to `out`; other rows of `out` stay as they are.
 
@@ -233,22 +258,25 @@ class SectionPrefill:
                       the columns count
         output_gate   [T, query_heads * head_dim], before the sigmoid
         out           [T, query_heads, head_dim]
+        step          if what `fetch_ahead` was last called with, for this pool and these spans: its sections are there
 
         Ordered behind all earlier work of the current stream, and later work of that stream behind it. Raises ValueError
         for shapes, strides and spans that do not fit; what the tensors hold is not looked at on the CPU.
         """
         self._check(query, pool, block_table, selection, spans, output_gate, out)
-        todo = plan_steps(spans, self.half_tokens, block_table.shape[1] * self.block_size)
+        ahead, self._ahead = self._ahead, None
+        is_ahead = step is not None and ahead is not None and self._same(ahead, step, pool, spans)
+        todo, early = self._plan(spans, block_table, is_ahead)
         if not todo:
             return
         lanes = self._lanes
         lanes.begin()
-        self._fetch(0, todo[0], pool, block_table, selection)
+        self._fetch(0, todo[0], pool, block_table, selection, early)
         for span in dict.fromkeys(step.span for step in todo):
             self._order(span, pool, block_table, selection)
         for n, step in enumerate(todo):
             if n + 1 < len(todo):
-                self._fetch(n + 1, todo[n + 1], pool, block_table, selection)
+                self._fetch(n + 1, todo[n + 1], pool, block_table, selection, early)
             lanes.await_copy(n % 2)
             self._steps.attend(
                 query,
@@ -263,8 +291,34 @@ class SectionPrefill:
             )
             lanes.attended(n % 2)
 
-    def _fetch(self, n: int, step: Step, pool, block_table, selection) -> None:
-        """Enqueue the copy of section n, behind the attention to section n - 2, which used the same half."""
+    def fetch_ahead(self, pool: torch.Tensor, block_table: torch.Tensor, spans: Sequence[Span], step: object) -> None:
+        """Begin to copy what a later call with the same pool, spans and `step` (any object, told by identity) can have early.
+
+        To be called behind the last call, with no other between it and the later one. The spans' contexts must be right to within
+        AHEAD_MARGIN, and what is in the pool before the rows of this step must not change until the later call. Ordered behind all
+        earlier work of the current stream; nothing waits for it but that call.
+        """
+        todo, early = self._plan(spans, block_table, True)
+        if not early:
+            return
+        lanes, first = self._lanes, todo[0]
+        lanes.begin()
+        with lanes.side():
+            self._steps.mark_all(self._flags, context=first.span.context, granule=first.granule)
+            for n in range(early):
+                self._copy(n, todo[n], pool, block_table)
+        self._ahead = step, pool.data_ptr(), list(spans)
+
+    @staticmethod
+    def _same(ahead: tuple[object, int, list[Span]], step: object, pool: torch.Tensor, spans: Sequence[Span]) -> bool:
+        return ahead[0] is step and ahead[1] == pool.data_ptr() and ahead[2] == list(spans)
+
+    def _plan(self, spans: Sequence[Span], block_table: torch.Tensor, ahead: bool) -> tuple[list[Step], int]:
+        return plan_steps(spans, self.half_tokens, block_table.shape[1] * self.block_size, ahead)
+
+    def _fetch(self, n: int, step: Step, pool, block_table, selection, early: int) -> None:
+        """Enqueue the copy of section n, behind the attention to section n - 2, which used the same half. The first `early`
+        sections have been copied already."""
         span = step.span
         with self._lanes.side():
             if step.first:
@@ -278,19 +332,24 @@ class SectionPrefill:
                     context=span.context,
                     granule=step.granule,
                 )
+            if n < early:
+                return
             if n >= 2:
                 self._lanes.await_half(n % 2)
-            self._steps.copy(
-                pool,
-                block_table,
-                self._flags,
-                self._halves[n % 2],
-                request=span.request,
-                start=step.start,
-                stop=step.stop,
-                granule=step.granule,
-            )
-            self._lanes.copied(n % 2)
+            self._copy(n, step, pool, block_table)
+
+    def _copy(self, n: int, step: Step, pool, block_table) -> None:
+        self._steps.copy(
+            pool,
+            block_table,
+            self._flags,
+            self._halves[n % 2],
+            request=step.span.request,
+            start=step.start,
+            stop=step.stop,
+            granule=step.granule,
+        )
+        self._lanes.copied(n % 2)
 
     def _order(self, span: Span, pool, block_table, selection) -> None:
         for first in range(span.start, span.stop, len(self._keys)):

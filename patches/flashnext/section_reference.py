@@ -32,6 +32,9 @@ class TorchSteps:
         flags.zero_()
         flags[token[valid] // granule] = 1
 
+    def mark_all(self, flags, *, context: int, granule: int) -> None:
+        flags[: -(-context // granule)].fill_(1)
+
     def order(
         self, selection, table, pool, keys, positions, tokens, *, request: int, rows: range, context: int
     ) -> None:

@@ -16,6 +16,7 @@ import torch
 import engine_modules as em
 import kv_specs
 from flashnext import host_kv, host_pool
+from vllm import forward_context
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.models.qwen4_exp.common import qsa_cache
 from vllm.models.qwen4_exp.nvidia import model as _  # before its modules
@@ -258,13 +259,34 @@ def truth(requests, chunks, query, gate, name):
 
 worst = {"card": 0.0, "host": 0.0}
 steps, spans_seen = [], []
-real_sections = kv.sections
-kv.sections = lambda *a: spans_seen.append([list(s) for s in a[4]]) or real_sections(*a)
+real_sections, now = kv.sections, SimpleNamespace()
+qsa.get_forward_context = lambda: now
+
+class Seen:
+    # The real sections; what they are called with is kept.
+
+    def __call__(self, *a, step):
+        spans_seen.append([list(s) for s in a[4]])
+        used.append(real_sections._ahead is not None and real_sections._same(real_sections._ahead, step, a[1], a[4]))
+        return real_sections(*a, step=step)
+
+    def fetch_ahead(self, *a):
+        return real_sections.fetch_ahead(*a)
+
+kv.sections, used = Seen(), []
+forward_context.get_forward_context = lambda: now
 
 def step(requests, chunks, extra=0, padded=0):
     global SELECTION
     SELECTION = choose(requests, chunks)
     rows = sum(chunks)
+    metadata = {}
+    for label, e in (("card", card), ("host", host)):
+        common_ = common(e, requests, chunks, extra)
+        metadata[label] = {}
+        for name in names:
+            main, side = build[id(e)][name]
+            metadata[label] |= {name: main.build(0, common_), e.layers[name].indexer.raw_key_cache.prefix: side.build(0, common_)}
     for name in names:
         query = torch.randn(rows + padded, HEADS, DIM).bfloat16()
         gate = torch.randn(rows + padded, HEADS * DIM).bfloat16()
@@ -273,10 +295,7 @@ def step(requests, chunks, extra=0, padded=0):
         right = truth(requests, chunks, query, gate, name)
         for label, e in (("card", card), ("host", host)):
             layer = e.layers[name]
-            main, side = build[id(e)][name]
-            c = common(e, requests, chunks, extra)
-            metadata = {name: main.build(0, c), layer.indexer.raw_key_cache.prefix: side.build(0, c)}
-            qsa.get_forward_context = lambda: SimpleNamespace(attn_metadata=metadata)
+            now.attn_metadata = metadata[label]
             got = torch.full_like(query, float("nan"))
             kinds.clear()
             layer._run_qsa(None, None, query, key, value, got, gate)
@@ -298,7 +317,7 @@ step([c, a, b], [1, 200, 280], extra=3)  # two in prefill, bounds above the trut
 while a.done + ROWS < a.tokens:
     step([d, a], [1, min(ROWS - 1, size - a.done % size or size)])  # chunks that end at block borders
 step([a, d], [1, 100], padded=3)
-out["steps"] = {"worst": worst, "count": len(steps), "decode rows": sorted({k[1] for s in steps for k in s[1]}), "spans": spans_seen,
+out["steps"] = {"worst": worst, "count": len(steps), "decode rows": sorted({k[1] for s in steps for k in s[1]}), "spans": spans_seen, "ahead": used,
                 "tokens": [r.done for r in (a, b, c, d)], "block": size,
                 "blocks a": [len(a.table[id(e)]) for e in (card, host)]}
 out["unchanged"] = before == {name: host_kv.rows(host.layers[name]).data_ptr() for name in names}
@@ -314,7 +333,7 @@ def says(run):
         run()
     except (AssertionError, RuntimeError, ValueError) as error:
         return str(error)
-batch = host_kv.Batch([0, 1, 5, 5, 9], [10, 20, 0, 30])
+batch = host_kv.Batch([0, 1, 5, 5, 9], [10, 20, 0, 30], True)
 out["spans"] = [[list(s) for s in batch.spans(1, 1, 8)], [list(s) for s in batch.spans(0, 0, 9)], says(lambda: batch.spans(1, 1, 7)),
                 says(lambda: batch.spans(2, 1, 8))]
 name = names[0]
@@ -416,6 +435,16 @@ def test_spans_come_from_lengths_that_the_host_knows(seen):
     assert whole == [[0, 0, 1, 10], [1, 1, 5, 20], [3, 5, 9, 30]]
     assert short == "requests have 8 of 7 prefill rows"
     assert gap == "request 2 has rows 4 to 4 where row 0 is next"
+
+
+def test_the_second_layer_finds_what_was_fetched_ahead_for_it(seen):
+    """Where its request had tokens before and the host knows its length; the first layer never does."""
+    first, second = seen["steps"]["ahead"][::2], seen["steps"]["ahead"][1::2]
+    assert not any(first)
+    spans = seen["steps"]["spans"][::2]
+    # Step 1 knows no bound for the request. More than 64 tokens before the rows are fetched ahead.
+    wanted = [n != 1 and span[0][3] - (span[0][2] - span[0][1]) > 64 for n, span in enumerate(spans)]
+    assert second == wanted and 4 <= sum(second) < len(second)
 
 
 def test_nothing_else_is_written_and_no_address_changes(seen):

@@ -17,6 +17,7 @@ from entrypoint import activation, model
 
 _PLAIN = """
 import json, random, sys
+from dataclasses import replace
 import torch
 import section_cases as cases
 from section_cases import Case, SimulatedStreams
@@ -55,9 +56,51 @@ def scheduled(first, seed, lanes):
     lanes.run(random.Random(seed), first)
     return max(cases.worst(out, wanted) for out in outs)
 
+def ahead_of_time(first, seed, lanes):
+    # A layer's call, and the next layer's sections on their way while that one's own K/V of this chunk are not there yet.
+    calls = [cases.make(replace(streamed, seed=n), torch.float32) for n in (7, 8)]
+    answers = [cases.answer(replace(streamed, seed=n), call) for n, call in zip((7, 8), calls)]
+    made = cases.section_prefill(streamed, torch.float32, lanes.wrap(TorchSteps()))
+    made._lanes, step = lanes, object()
+    kv = calls[1].pool.clone()
+    cases.unwrite(calls[1])
+    made(*calls[0].arguments())
+    made.fetch_ahead(calls[1].pool, calls[1].block_table, calls[1].spans, step)
+    lanes.enqueue(lambda: calls[1].pool.copy_(kv))
+    made(*calls[1].arguments(), step=step)
+    lanes.run(random.Random(seed), first)
+    return max(cases.worst(call.out, answer) for call, answer in zip(calls, answers))
+
+sp.AHEAD_MARGIN = 2
 for first in (SimulatedStreams.MAIN, SimulatedStreams.SIDE, None):
     for seed in range(20 if first is None else 1):
         found["schedules"][f"{first} {seed}"] = scheduled(first, seed, SimulatedStreams())
+        found["schedules"][f"ahead {first} {seed}"] = ahead_of_time(first, seed, SimulatedStreams())
+
+# What was fetched ahead is used by the call that it was meant for, and by no other.
+def fetched_ahead(case, other=lambda call: {}):
+    call, step, copies = cases.make(case, torch.float32), object(), []
+    wanted, kv = cases.answer(case, call), call.pool.clone()
+    cases.unwrite(call)
+    made = cases.section_prefill(case, torch.float32)
+    copy = made._steps.copy
+    made._steps.copy = lambda *a, **k: copies.append((k["start"], k["stop"])) or copy(*a, **k)
+    made.fetch_ahead(call.pool, call.block_table, call.spans, step)
+    early = len(copies)
+    changes = {"step": step} | other(call)
+    if changes["step"] is not step:
+        call.pool.fill_(float("nan"))
+        made.fetch_ahead(call.pool, call.block_table, call.spans, step)  # stale by the time of the call
+    call.pool.copy_(kv)
+    made(*call.arguments(), **changes)
+    return cases.worst(call.out, wanted), early, len(copies) - early
+
+ahead = {name: fetched_ahead(case) for name, case in cases.mutants(5, 80).items()}
+found["ahead"] = {name: worst for name, (worst, *_) in ahead.items()}
+found["ahead, how often"] = sorted({early for _, early, _ in ahead.values()})
+long = Case(((5, 200), (3, 96)), arena_blocks=4, seed=17)
+found["ahead, copies"] = fetched_ahead(long)[1:], fetched_ahead(long, lambda call: {"step": None})[1:]
+found["ahead of another step"] = [fetched_ahead(long, lambda call: {"step": other})[0] for other in (None, object())]
 
 def broken(**without):
     lanes = SimulatedStreams()
@@ -84,12 +127,22 @@ found["sizes"] = sp.buffer_bytes(arena_bytes=100_000_000, **sizes)
 # The plan.
 half = 2 * 12160
 def plan(context, half=half):
-    steps = sp.plan_steps([sp.Span(0, 0, 1, context)], half, 10**9)
+    steps, _ = sp.plan_steps([sp.Span(0, 0, 1, context)], half, 10**9)
     assert [s.start for s in steps] == [0, *[s.stop for s in steps[:-1]]] and steps[0].first
     assert not any(s.first for s in steps[1:])
     return [len(steps), max(s.stop - s.start for s in steps), steps[-1].stop, steps[0].granule]
 found["plans"] = {c: plan(c) for c in (0, 1, 4096, 4097, 32768, 131072, 262144, 1048576)}
-found["clamped"] = sp.plan_steps([sp.Span(0, 0, 1, 99), sp.Span(1, 1, 1, 50)], 16, 32)[-1][1:]
+found["clamped"] = sp.plan_steps([sp.Span(0, 0, 1, 99), sp.Span(1, 1, 1, 50)], 16, 32)[0][-1][1:]
+sp.AHEAD_MARGIN = 64
+def plan_ahead(rows, context, table_tokens=10**9):
+    steps, early = sp.plan_steps([sp.Span(0, 0, rows, context), sp.Span(1, rows, rows + 2, 5000)], half, table_tokens, True)
+    mine = [s for s in steps if s.span.request == 0]
+    assert [s.start for s in mine] == [0, *[s.stop for s in mine[:-1]]] and mine[-1].stop == min(context, table_tokens)
+    assert [s.start for s in steps[len(mine):]] == ([0, 4096] if table_tokens > 5000 else [0]) and [s.first for s in steps].count(True) == 2
+    assert all(0 < s.stop - s.start <= half for s in mine)
+    return early, [s.stop for s in mine[:4]]
+found["plans ahead"] = {c: plan_ahead(512, c) for c in (512, 576, 577, 578, 5000, 32768, 131072, 262144)}
+found["ahead of a short table"] = plan_ahead(512, 40_000, 1000)
 
 # Refusals.
 def refused(call):
@@ -238,7 +291,38 @@ def test_bf16_stays_within_its_rounding(plain):
 
 def test_neither_stream_can_run_into_the_other(plain):
     wrong = {name: worst for name, worst in plain["schedules"].items() if not worst < 3e-6}
-    assert not wrong and len(plain["schedules"]) == 22
+    assert not wrong and len(plain["schedules"]) == 44
+
+
+def test_what_is_fetched_ahead_gives_the_same_answers(plain):
+    """K/V of the chunk itself are not there yet when its earlier K/V are fetched."""
+    wrong = {name: worst for name, worst in plain["ahead"].items() if not worst < 3e-6}
+    assert not wrong and len(plain["ahead"]) == 80
+    assert plain["ahead, how often"] == [0, 1, 2]
+
+
+def test_what_is_fetched_ahead_is_not_fetched_again(plain):
+    # 200 tokens: 64 ahead and 136 in sections of half of an arena of 64 tokens, or 200 in such sections; then 96 of another request.
+    assert plain["ahead, copies"] == [[2, 5 + 3], [2, 2 + 7 + 3]]
+
+
+def test_what_was_fetched_for_another_step_is_not_used(plain):
+    assert all(worst < 3e-6 for worst in plain["ahead of another step"])
+
+
+def test_sections_that_are_fetched_ahead(plain):
+    """Two at most, of half of the arena at most, up to 64 tokens before the rows themselves."""
+    assert plain["plans ahead"] == {
+        "512": [0, [512]],
+        "576": [0, [576]],
+        "577": [1, [1, 577]],
+        "578": [2, [1, 2, 578]],
+        "5000": [2, [2212, 4424, 5000]],
+        "32768": [2, [16_096, 32_192, 32_768]],
+        "131072": [2, [24_320, 48_640, 56_832, 65_024]],
+        "262144": [2, [24_320, 48_640, 65_024, 81_408]],
+    }
+    assert plain["ahead of a short table"] == [2, [500, 1000]]
 
 
 @pytest.mark.parametrize("event", ["await_copy", "await_half", "begin"])

@@ -123,6 +123,16 @@ def make(case: Case, dtype: torch.dtype) -> Call:
     return Call(query, pool, table, selection, spans, normal(total, heads * case.head_dim), out, chosen)
 
 
+def unwrite(call: Call) -> None:
+    """The pool as it is before the rows of this call have written their K/V."""
+    page = call.pool.shape[1]
+    for span in call.spans:
+        for token in range(span.context - (span.stop - span.start), span.context):
+            block = int(call.block_table[span.request, token // page])
+            if 0 <= block < len(call.pool):
+                call.pool[block, token % page] = float("nan")
+
+
 def answer(case: Case, call: Call) -> torch.Tensor:
     """float64 [T, heads, head_dim]; NaN in rows of no span."""
     result = torch.full(call.query.shape, float("nan"), dtype=torch.float64)
