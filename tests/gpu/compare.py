@@ -101,6 +101,7 @@ the longest context up to 131,072 tokens, against K/V on the card; most card mem
 def judge_rates(host: list[dict], card: list[dict]) -> list[str]:
     """What is below the bars, K/V in host memory against K/V on the card; [] if nothing is."""
     faults = []
+    host, card = ([row for row in rows if row["streams"] == 1] for rows in (host, card))
     by_context = {row["context"]: row for row in card}
     near, far = host[0], host[-1]
 

@@ -13,7 +13,7 @@ Nothing is judged here. For each prompt of the reference:
     engine.py --model DIR --reference FILE --out FILE [--stages N] [--arguments JSON]      answers
     engine.py --model DIR --lengths N,... --out FILE [...]         a reference of its own: its greedy answers to such prompts
     engine.py --model DIR --dummy --out FILE --stages N [...]      no weights: boots, generates
-    engine.py --model DIR --dummy --contexts N,... --out FILE [...]    no weights: rates and card memory, one request each
+    engine.py --model DIR --dummy --contexts N,... --out FILE [...]    no weights: rates and card memory, one request each, then four of the first
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import subprocess
 import time
 
 TOP = 20
+STREAMS = 4
 
 
 def arguments(opt: argparse.Namespace) -> dict:
@@ -133,25 +134,36 @@ def own_reference(asker: Asker, lengths: list[int], most: int) -> dict:
 
 
 def rates(asker: Asker, contexts: list[int], most: int) -> list[dict]:
-    """One request of each context by itself: tokens per second before and after its first token, and the cards' memory."""
+    """One request of each context by itself, then STREAMS of the first at once: tokens per second of all of them before and
+    after the first token, and the cards' memory."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     sampling = SamplingParams(temperature=0.0, max_tokens=129, ignore_eos=True, detokenize=False)
     rows = []
     asker.ask([(tokens_of(700, most), 16)])
-    for context in contexts:
-        prompt = TokensPrompt(prompt_token_ids=tokens_of(context, most))
-        times = asker.llm.generate([prompt], sampling, use_tqdm=False)[0].metrics
+    for context, streams in [(context, 1) for context in contexts] + [(contexts[0], STREAMS)]:
+        prompts = [TokensPrompt(prompt_token_ids=tokens_of(context, most)[n:] + [n] * n) for n in range(streams)]
+        begun = time.monotonic()
+        outputs = asker.llm.generate(prompts, sampling, use_tqdm=False)
+        times = [output.metrics for output in outputs]
         mine = ["-i", os.environ["CUDA_VISIBLE_DEVICES"]]  # nvidia-smi itself lists every card
         query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         listed = subprocess.run(["nvidia-smi", *mine, *query], capture_output=True, text=True, check=True)
+        # Of several streams: from the last one's first token on, when none is in prefill any more.
+        first, last = max(t.first_token_ts for t in times), max(t.last_token_ts for t in times)
+        decoding = [
+            (t.num_generation_tokens - 1) * min(1.0, (t.last_token_ts - first) / (t.last_token_ts - t.first_token_ts))
+            for t in times
+        ]
         rows.append(
             {
                 "context": context,
-                "prefill_tokens_per_s": context / (times.first_token_ts - times.scheduled_ts),
-                "decode_tokens_per_s": (times.num_generation_tokens - 1) / (times.last_token_ts - times.first_token_ts),
+                "streams": streams,
+                "prefill_tokens_per_s": streams * context / (first - min(t.scheduled_ts for t in times)),
+                "decode_tokens_per_s": sum(decoding) / (last - first),
                 "cards_mib": [int(line) for line in listed.stdout.split()],
+                "wall_s": time.monotonic() - begun,
             }
         )
         print(f"RATES {json.dumps(rows[-1])}", flush=True)

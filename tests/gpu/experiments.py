@@ -29,6 +29,8 @@ REFERENCES = HERE / "references"
 NEWER_CARDS_ONLY = "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel"
 LOADED = re.compile(r"(?:Worker_PP(\d)[^\n]*?)?Model loading took ([0-9.]+) GiB")
 POOL = re.compile(r"K/V pool of [^\n]+")
+CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+STREAMS = re.compile(r"step_trace (\d+) apply .*streams=main (\w+) current (\w+)")
 KERNELS = re.compile(r"Using (\w+) for CompressedTensorsWNA16|Using '(\w+)' WNA16 MoE backend")
 
 
@@ -39,8 +41,8 @@ class Experiment:
     without: file name of a patch that is taken out of the tree for this run. load_only: stop once every stage has reported
     the size of its weights. limit_s: wall clock, boot included.
     lengths: prompts of so many tokens, whose answers are a reference for others. contexts: rates at these, with dummy weights.
-    against: the experiment whose answers or rates, of the same run, this one is judged by. rounds: how often all prompts are
-    asked again four at a time. boots: how often the engine is started and stopped, one after another.
+    against: the experiment whose answers or rates, of the same run, this one is judged by: answers have to be there before,
+    rates are judged by `hold_rates` at the end. rounds: how often all prompts are asked again four at a time. boots: how often the engine is started and stopped, one after another.
     trace: with tests/support/step_trace, whose lines are in the experiment's log.
     """
 
@@ -142,14 +144,25 @@ BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an experiment runs. site: folder with the patched vllm and flashnext. work: checkpoints and caches."""
+    """Where an experiment runs. site: folder with the patched vllm and flashnext. work: checkpoints and caches. one_card: its
+    stages share a card (tests/support/one_card)."""
 
     site: pathlib.Path
     work: pathlib.Path
     out: pathlib.Path
+    one_card: bool = False
+
+    def cards(self, experiment: Experiment) -> int:
+        return 1 if self.one_card else experiment.stages
 
     def checkpoint(self, experiment: Experiment) -> pathlib.Path:
         return self.work / "checkpoints" / (experiment.variant + ("-wrapper" if experiment.wrapper else ""))
+
+
+def arguments_of(experiment: Experiment, place: Place) -> dict:
+    if place.cards(experiment) == experiment.stages:
+        return experiment.arguments
+    return experiment.arguments | {"gpu_memory_utilization": round(0.9 / experiment.stages, 2)}
 
 
 def reference_of(experiment: Experiment, place: Place) -> pathlib.Path:
@@ -203,6 +216,8 @@ def environment(experiment: Experiment, place: Place, cards: str) -> dict[str, s
     path = [str(place.site)]
     if experiment.dummy:
         path.append(str(REPOSITORY / "tests" / "support" / "tame_dummy"))
+    if place.cards(experiment) < experiment.stages:
+        path.append(str(REPOSITORY / "tests" / "support" / "one_card"))
     if experiment.trace:
         path.append(str(REPOSITORY / "tests" / "support" / "step_trace"))
     if experiment.without:
@@ -213,6 +228,8 @@ def environment(experiment: Experiment, place: Place, cards: str) -> dict[str, s
         path.insert(0, str(target))
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
+        # As entrypoint/settings.py has it: without, the indexer's growing buffers leave a gigabyte unused by 131,072 tokens.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTHONSAFEPATH": "1",  # this folder's module names are nobody else's business
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": cards,
@@ -225,6 +242,15 @@ def environment(experiment: Experiment, place: Place, cards: str) -> dict[str, s
         "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": "64",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
+
+
+def stray_waits(log: str) -> list[str]:
+    """What tests/support/step_trace says of steps that waited for their tokens on another stream than their own."""
+    steps = STREAMS.findall(log)
+    stray = [step for step, waiting, running in steps if waiting != running]
+    if not steps:
+        return ["no step was traced"]
+    return [f"{len(stray)} of {len(steps)} steps wait on another stream, step {stray[0]} first"] if stray else []
 
 
 LEAST_LEAK_BYTES = 1 << 30
@@ -271,7 +297,7 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
     log, answers = place.out / f"{experiment.name}.log", place.work / f"{experiment.name}.answers.json"
     answers.unlink(missing_ok=True)
     reference = reference_of(experiment, place)
-    if experiment.against and not reference.exists():
+    if experiment.against and not experiment.contexts and not reference.exists():
         fault = f"{experiment.against} has left no answers to be held to: run it before, with the same work folder"
         return {
             "name": experiment.name,
@@ -285,7 +311,7 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
         sys.executable,
         str(HERE / "engine.py"),
         *("--model", str(place.checkpoint(experiment)), "--out", str(answers), "--stages", str(experiment.stages)),
-        *("--arguments", json.dumps(experiment.arguments)),
+        *("--arguments", json.dumps(arguments_of(experiment, place))),
         *(["--dummy"] if experiment.dummy else [] if experiment.lengths else ["--reference", str(reference)]),
         *(["--lengths", ",".join(map(str, experiment.lengths))] if experiment.lengths else []),
         *(["--contexts", ",".join(map(str, experiment.contexts))] if experiment.contexts else []),
@@ -315,14 +341,15 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
         got = json.loads(answers.read_text())
         result["boot_s"] = round(got["boot_s"], 1)
         result["pool"] = POOL.findall(text)
+        result["capacity"] = CAPACITY.findall(text)
+        if experiment.trace:
+            faults += stray_waits(text)
         if experiment.host_kv and len(result["pool"]) != experiment.stages * experiment.boots:
             faults.append(f"{len(result['pool'])} times a stage said that it allocated a K/V pool in host memory")
         if available[0] - available[-1] > LEAST_LEAK_BYTES:
             faults.append(f"host memory available after each boot: {available}")
         if experiment.contexts:
             result["rates"] = got["rates"]
-            if experiment.against:
-                faults += compare.judge_rates(got["rates"], json.loads(reference.read_text())["rates"])
         elif experiment.dummy:
             result["lengths"] = got["lengths"]
             if any(length != 16 for length in got["lengths"]):
@@ -338,6 +365,26 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
             result["answers_s"] = round(got["answers_s"], 1)
     result["faults"] = faults
     return result
+
+
+def hold_rates(results: list[dict]) -> list[str]:
+    """Add to the faults of each experiment of rates what it fell short of, and return all that was added.
+
+    One that is held to another may run beside it, each on a card of its own, so this comes when all have ended.
+    """
+    rates = {result["name"]: result["rates"] for result in results if "rates" in result}
+    added = []
+    for result in results:
+        against = BY_NAME[result["name"]].against
+        if result["name"] not in rates or against is None:
+            continue
+        if against in rates:
+            faults = compare.judge_rates(rates[result["name"]], rates[against])
+        else:
+            faults = [f"{against} has left no rates to be held to: run both in one command"]
+        result["faults"] += faults
+        added += [f"{result['name']}: {fault}" for fault in faults]
+    return added
 
 
 def summary(result: dict) -> str:
@@ -359,10 +406,11 @@ def summary(result: dict) -> str:
             )
     for row in result.get("rates", []):
         lines.append(
-            f"  {row['context']} tokens: prefill {row['prefill_tokens_per_s']:.0f}/s, decode {row['decode_tokens_per_s']:.1f}/s, "
+            f"  {row['streams']} x {row['context']} tokens: prefill {row['prefill_tokens_per_s']:.0f}/s, decode {row['decode_tokens_per_s']:.1f}/s, "
             f"cards {row['cards_mib']} MiB"
         )
     lines += [f"  {line}" for line in result.get("pool", [])[:4]]
+    lines += [f"  K/V for {tokens} tokens" for tokens in result.get("capacity", [])[:1]]
     lines += [f"  fault: {fault}" for fault in result["faults"][:12]]
     lines += [f"  known: {fault}" for fault in result.get("known", [])[:3]]
     lines += [f"  | {line}" for line in result.get("tail", [])[-15:]]

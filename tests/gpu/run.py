@@ -3,11 +3,11 @@
     python3 -m tests.gpu.run --site DIR --out DIR [--work DIR] [--only NAME,...] [--budget SECONDS] [--cache FILE]
 
 One-card experiments run side by side, one on each card; then those of two cards, one after another; one that is held to the
-answers of another waits for it. What does not fit
-into the budget any more is named and left out. OUT gets results.json, logs.tar.xz (both after every experiment), and the
-compiled kernels as cache.tar.xz.0, .1, ...; --cache takes a folder with such files from an earlier run. Few and small
-files, since that is all that comes back from some machines. Exit status: 0 all passed, 1 a failure, 3 something was left
-out for lack of time or cards.
+answers of another waits for it, and rates are held to one another at the end. What does not fit into the budget any more is
+named and left out. --one-card: the stages of an experiment share a card (tests/support/one_card), for a machine that has one.
+OUT gets results.json, logs.tar.xz (both after every experiment), and the compiled kernels as cache.tar.xz.0, .1, ...; --cache
+takes a folder with such files from an earlier run. Few and small files, since that is all that comes back from some machines.
+Exit status: 0 all passed, 1 a failure, 3 something was left out for lack of time or cards.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(e.name for e in EXPERIMENTS))
     parser.add_argument("--budget", type=float, default=570)
     parser.add_argument("--cache", type=pathlib.Path, help="folder with cache.tar.xz.N of an earlier run")
+    parser.add_argument("--one-card", action="store_true", help="stages share a card; times then mean nothing")
     opt = parser.parse_args()
     begun = time.monotonic()
 
     def left() -> float:
         return opt.budget - RESERVE_S - (time.monotonic() - begun)
 
-    place = Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs")
+    place = Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs", opt.one_card)
     place.work.mkdir(parents=True, exist_ok=True)
     opt.out.mkdir(parents=True, exist_ok=True)
     if opt.cache and (parts := sorted(opt.cache.glob("cache.tar.xz.*"))):
@@ -94,15 +95,18 @@ def main() -> int:
     names_running: dict = {}
     with ThreadPoolExecutor() as pool:
         while todo or running:
-            for experiment in sorted(todo, key=lambda e: e.stages):
-                if experiment.against in {e.name for e in todo} | set(names_running.values()):
+            for experiment in sorted(todo, key=place.cards):
+                if not experiment.contexts and experiment.against in {e.name for e in todo} | set(
+                    names_running.values()
+                ):
                     continue  # it is held to that one's answers
-                if experiment.stages > count or left() < LEAST_S:
+                need = place.cards(experiment)
+                if need > count or left() < LEAST_S:
                     todo.remove(experiment)
                     skipped.append(experiment.name)
-                elif experiment.stages <= len(free):
+                elif need <= len(free):
                     todo.remove(experiment)
-                    mine, free = free[: experiment.stages], free[experiment.stages :]
+                    mine, free = free[:need], free[need:]
                     names = ",".join(map(str, mine))
                     print(f"{time.monotonic() - begun:.0f} s: begin {experiment.name} on {names}", flush=True)
                     future = pool.submit(experiments.run, experiment, place, names, left())
@@ -118,6 +122,9 @@ def main() -> int:
                 print(experiments.summary(results[-1]), flush=True)
                 (opt.out / "results.json").write_text(json.dumps(results, indent=1))
                 shell(f"tar -C {place.work} -cJf {opt.out / 'logs.tar.xz'} logs", 60)
+    for fault in experiments.hold_rates(results):
+        print(f"below a bar: {fault}", flush=True)
+    (opt.out / "results.json").write_text(json.dumps(results, indent=1))
     if (place.work / "cache").exists():
         pack_cache(place.work, opt.out)
     failed = [r["name"] for r in results if r["faults"]]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from . import compare, experiments
+from . import compare, experiments, trace
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,13 @@ def test_every_round_is_judged(reference, answers):
 def rates(**changes) -> list[dict]:
     """Rates of a run at three contexts; `changes`: {"decode 1": factor} for one row."""
     rows = [
-        {"context": context, "prefill_tokens_per_s": prefill, "decode_tokens_per_s": 120.0, "cards_mib": [70_000]}
+        {
+            "context": context,
+            "streams": 1,
+            "prefill_tokens_per_s": prefill,
+            "decode_tokens_per_s": 120.0,
+            "cards_mib": [70_000],
+        }
         for context, prefill in ((4_096, 3_000.0), (131_072, 2_000.0), (253_952, 1_500.0))
     ]
     for name, value in changes.items():
@@ -107,7 +113,7 @@ def rates(**changes) -> list[dict]:
             rows[int(row)]["cards_mib"] = [70_000 + value]
         else:
             rows[int(row)][f"{kind}_tokens_per_s"] *= value
-    return rows
+    return [*rows, rows[0] | {"streams": 4, "cards_mib": [90_000], "decode_tokens_per_s": 1.0}]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +133,20 @@ def test_bars_for_rates(changes, fault):
     assert faults == [] if fault is None else len(faults) == 1 and faults[0].startswith(fault), faults
 
 
+def test_rates_are_held_to_one_another_when_all_have_ended():
+    card = {"name": "full-1-rates", "rates": rates(), "faults": []}
+    host = {"name": "full-1-rates-host", "rates": rates(prefill_1=0.5), "faults": ["an own one"]}
+    other = {"name": "mixed-1", "faults": []}
+    assert experiments.hold_rates([host, other, card]) == [
+        "full-1-rates-host: prefill of 131072 against K/V on the card: 1000.0 tokens/s, 0.500 of 2000.0, bar 0.8"
+    ]
+    assert (len(host["faults"]), card["faults"], other["faults"]) == (2, [], [])
+    host = {"name": "full-1-rates-host", "rates": rates(), "faults": []}
+    assert experiments.hold_rates([host]) == [
+        "full-1-rates-host: full-1-rates has left no rates to be held to: run both in one command"
+    ]
+
+
 def test_what_an_experiment_is_held_to_is_there_or_run_before(tmp_path):
     place = experiments.Place(tmp_path, tmp_path, tmp_path / "out")
     names = [experiment.name for experiment in experiments.EXPERIMENTS]
@@ -135,6 +155,8 @@ def test_what_an_experiment_is_held_to_is_there_or_run_before(tmp_path):
         if experiment.against:
             assert experiment.against in names[:at]
             assert reference.parent == tmp_path
+            if experiment.contexts:
+                continue
             result = experiments.run(experiment, place, "0")
             assert result["faults"] == [
                 f"{experiment.against} has left no answers to be held to: run it before, with the same work folder"
@@ -161,3 +183,40 @@ def test_an_engine_is_watched_to_its_end_or_its_limit(tmp_path, code, limit_s, e
     got = experiments.watch(experiment, place, "0", [sys.executable, "-c", code], log, limit_s)
     assert got == (ended, status)
     assert log.read_text().startswith("before\n")
+
+
+def test_steps_that_wait_on_another_stream_are_a_fault():
+    line = "(Worker_PP0 pid=1) step_trace {} apply waiting=[True, False] landed=True streams=main 0x{} current 0x{} tokens=[[1]]\n"
+    assert experiments.stray_waits(line.format(1, 5, 5) + line.format(2, 5, 5)) == []
+    faults = experiments.stray_waits(line.format(1, 0, 0) + line.format(2, 0, 5) + line.format(3, 0, 5))
+    assert faults == ["2 of 3 steps wait on another stream, step 2 first"]
+    assert experiments.stray_waits("step_trace 1 receive needed=None slots=[0]") == ["no step was traced"]
+
+
+def test_stages_on_one_card_are_told_so(tmp_path):
+    two = experiments.BY_NAME["mixed-2"]
+    for one_card, cards, memory in ((False, 2, None), (True, 1, 0.45)):
+        place = experiments.Place(tmp_path, tmp_path, tmp_path, one_card)
+        assert place.cards(two) == cards
+        assert experiments.arguments_of(two, place).get("gpu_memory_utilization") == memory
+        assert ("one_card" in experiments.environment(two, place, "0")["PYTHONPATH"]) is one_card
+
+
+def test_a_trace_is_summed_up_by_step():
+    def event(kind, name, start, length, **more):
+        return {"cat": kind, "name": name, "ts": start, "dur": length, "args": more}
+
+    events = [
+        event("kernel", "a", 0, 1000, stream=7),
+        event("kernel", "a", 500, 1000, stream=9),  # half of it beside the first
+        event("gpu_memcpy", "copy", 3000, 1000, stream=7),
+        event("cuda_runtime", "cudaLaunchKernel", 0, 10),
+        event("cuda_driver", "cuLaunchKernelEx", 0, 10),
+        event("cuda_runtime", "cudaEventSynchronize", 20, 400),
+        {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 5},
+        {"name": "process_name", "ph": "M"},
+    ]
+    found = trace.read_trace(events, 2)
+    assert found["card_busy_ms"] == 1.25 and found["streams_busy_ms"] == {"7": 1.0, "9": 0.5}
+    assert found["launches"] == 1 and found["waits"] == {"cudaEventSynchronize": 0.5}
+    assert found["kernels"] == [["a", 1.0, 1.0], ["copy", 0.5, 0.5]]
