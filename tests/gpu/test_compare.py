@@ -199,7 +199,7 @@ def test_stages_on_one_card_are_told_so(tmp_path):
         place = experiments.Place(tmp_path, tmp_path, tmp_path, one_card)
         assert place.cards(two) == cards
         assert experiments.arguments_of(two, place).get("gpu_memory_utilization") == memory
-        assert ("one_card" in experiments.environment(two, place, "0")["PYTHONPATH"]) is one_card
+        assert ("support/one_card" in experiments.environment(two, place, "0")["PYTHONPATH"]) is one_card
 
 
 def test_a_trace_is_summed_up_by_step():
