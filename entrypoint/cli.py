@@ -117,7 +117,7 @@ def _planned(box: _Box, wishes: Wishes) -> tuple[Plan, Speed | None, str | None]
     else:
         model = plan_.published()
         reads = speed_.published_token_bytes(model.text, model.head_bytes)
-    made = plan_.make_plan(machine, model, wishes)
+    made = plan_.make_plan(machine, model, wishes, facts.prepared(wishes) if box.simulate is None else None)
     missing = speed_.unknown(made, machine, model.text, reads)
     return made, speed_.estimate(made, machine, model.text, reads), missing
 
@@ -232,7 +232,7 @@ def doctor(
 def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[Plan, str | None, int, list[str]]:
     """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal.
 
-    `table` is called with the checkpoint's folder and the table file that was wished for, if one was.
+    `table` is called with the checkpoint's folder and the table file that the plan reads, if it reads one.
     """
     from . import checkpoint_fix
     from . import prepare as prepare_
@@ -248,8 +248,8 @@ def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[Plan,
         _demo_model(wishes)
     _, model, made, key = facts.everything(wishes, mend)
     prepare_.folders(wishes)
-    if wishes.value("table"):
-        table(Path(wishes.value("model")), Path(wishes.value("table")))
+    if made.table is not None and made.table.file is not None:
+        table(Path(wishes.value("model")), Path(made.table.file))
     return made, key, sum(s.size_bytes for s in model.shards), repaired
 
 
@@ -274,7 +274,7 @@ def _demo_model(wishes: Wishes) -> None:
 
 @app.command(context_settings=_WISHES)
 def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
-    """Check the box and the checkpoint, make the plan, our folders and the table file that was wished for.
+    """Check the box and the checkpoint, make the plan, our folders and the table file that the plan reads, if it reads one.
 
     Exits 0 only where `serve` can start.
     """
@@ -309,7 +309,8 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
     state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
     try:
         state.update("preparing")
-        made, key, weight_bytes, repaired = _ready(wishes, table_.refuse_unless_whole)
+        tell = prepare_.told_in(state, table_.teller(sys.stderr))
+        made, key, weight_bytes, repaired = _ready(wishes, lambda model, file: table_.prepare(model, file, tell))
         prepare_.port_free(wishes.value("host"), wishes.value("port"))
         vllm = shutil.which("vllm")
         if vllm is None:
@@ -321,6 +322,8 @@ def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
         state.update(model=made.model_name, repaired=repaired)
         for words in repaired:
             sys.stderr.write(f"flashnext: repaired in a copy: {words}\n")
+        if made.table is not None:
+            sys.stderr.write(f"flashnext: n-gram table: {made.table.reason}\n")
         for note in made.notes:
             sys.stderr.write(f"flashnext: note: {note}\n")
         sys.stderr.write("flashnext: " + " ".join(["vllm", *made.argv]) + "\n")

@@ -22,15 +22,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import disk_probe, facts, lint, plan, report, rules
+from . import disk_probe, facts, lint, plan, report, rules, table_place
 from .checkpoint import Checkpoint, category_of
 from .detect import read_machine
 from .disk_probe import Piece, Probe
 from .errors import Exit, Refusal
 from .host import Host
-from .machine import UNLIMITED, Gpu, Machine, Mount, pcie_bytes_s
+from .machine import UNLIMITED, Gpu, Machine, pcie_bytes_s
 from .nvml import FakeNvml, Nvml
-from .units import GIB, MIB, format_gib
+from .table_place import Prepared, disk_words, why_slow
+from .units import MIB, format_gib
 from .wishes import Wishes
 
 # The image's CUDA; a driver states the newest that it can run.
@@ -41,8 +42,8 @@ IN_USE_BYTES = 256 * MIB
 LEAST_LINK_BYTES_S = 12e9
 # 160 tokens a second, the bound of a 3090 (article 5.6), times the 16 rows of a token.
 LEAST_ROWS_S = 160 * disk_probe.ROWS_PER_TOKEN
-# Compile caches and corrected small files; a prepared table needs its own size on top, which `prepare` checks.
-LEAST_DATA_BYTES = 5 * GIB
+# A prepared table needs its own size on top, which the plan checks.
+LEAST_DATA_BYTES = plan.thumb()["data_spare_bytes"]["value"]
 # Cards whose short peaks above the limit have switched boxes off (C26): compute capability 8.6 of 300 W and more.
 PEAKY_CAPABILITY, PEAKY_W, CAP_SHARE = (8, 6), 300.0, 0.8
 
@@ -127,8 +128,7 @@ def look(
     prober: Callable[[list[Piece]], Probe] = disk_probe.probe,
 ) -> Seen:
     """Read the box, the checkpoint and the table's disk, and make the plan. Raises no Refusal: it is part of what is seen."""
-    paths = {"model": wishes.value("model"), "data": wishes.value("data")}
-    machine = read_machine(host, nvml, environ, paths)
+    machine = read_machine(host, nvml, environ, table_place.paths(wishes))
     seen = Seen(
         wishes=wishes,
         machine=machine,
@@ -140,17 +140,20 @@ def look(
         seen = replace(seen, checkpoint=checkpoint, lint=lint.examine(checkpoint))
     except Refusal as e:
         seen = replace(seen, checkpoint_refusal=e)
-    if seen.checkpoint is not None and (pieces := table_pieces(seen.checkpoint, wishes.value("table"))):
+    prepared = None if seen.checkpoint is None else facts.prepared(wishes)
+    file = prepared.file if prepared is not None and prepared.whole else None
+    if seen.checkpoint is not None and (pieces := table_pieces(seen.checkpoint, file)):
         seen = replace(seen, probe=prober(pieces))
-    return _planned(seen)
+    return _planned(seen, prepared)
 
 
-def _planned(seen: Seen) -> Seen:
+def _planned(seen: Seen, prepared: Prepared | None) -> Seen:
     if not seen.machine.gpus and not seen.on_cpu:
         return seen
     try:
         if seen.checkpoint is not None:
-            return replace(seen, plan=plan.make_plan(seen.machine, plan.model_of(seen.checkpoint), seen.wishes))
+            model = plan.model_of(seen.checkpoint)
+            return replace(seen, plan=plan.make_plan(seen.machine, model, seen.wishes, prepared))
         if seen.on_cpu:
             return seen
         return replace(seen, plan=plan.make_plan(seen.machine, plan.published(), seen.wishes), on_published=True)
@@ -446,7 +449,7 @@ def _ram(machine: Machine) -> Finding:
 
 
 def _memlock(seen: Seen) -> Finding:
-    limit, pool = seen.machine.memlock_bytes, _pool_bytes(seen)
+    limit, pool = seen.machine.memlock_bytes, _locked_bytes(seen)
     if limit is None:
         return Finding("memlock", "PASS", "unknown")
     if limit == UNLIMITED or seen.machine.ipc_lock:
@@ -457,13 +460,19 @@ def _memlock(seen: Seen) -> Finding:
     return Finding(
         "memlock",
         "WARN",
-        words + (f", and the plan locks {format_gib(pool)} for K/V" if pool else ""),
+        words + (f", and the plan locks {format_gib(pool)}" if pool else ""),
         "compose.yaml lifts it (ulimits: memlock); outside Docker: ulimit -l unlimited",
     )
 
 
 def _pool_bytes(seen: Seen) -> int | None:
     return (seen.plan.capacity.get("host_pool_bytes") or None) if seen.plan else None
+
+
+def _locked_bytes(seen: Seen) -> int | None:
+    """What the plan page-locks: K/V, and the table where that is asked for."""
+    table = seen.plan.table.pinned_bytes if seen.plan is not None and seen.plan.table is not None else 0
+    return (_pool_bytes(seen) or 0) + table or None
 
 
 def _shm(machine: Machine) -> Finding:
@@ -474,44 +483,24 @@ def _shm(machine: Machine) -> Finding:
     return _tried("/dev/shm", check)
 
 
-_SLOW = {
-    "hdd": "a spinning disk: about 100 random reads a second",
-    "network": "reached over a network or from inside a virtual machine: every row is a message",
-    "overlay": "inside the container's own layers",
-}
-
-
-def disk_words(mount: Mount) -> str:
-    """'nvme (ext4 on nvme0n1, nvme1n1)': kind, file system and the disks under it."""
-    below = f" on {', '.join(mount.disks)}" if mount.disks else ""
-    return f"{mount.kind} ({mount.fs_type}{below})"
-
-
-def _disk(machine: Machine) -> Finding:
-    mount, point = machine.mounts.get("model"), "disk of the checkpoint"
+def _disk(seen: Seen) -> Finding:
+    mount, point = seen.machine.mounts.get("model"), "disk of the checkpoint"
     if mount is None:
         return Finding(point, "WARN", "cannot be told", "put the checkpoint on a local NVMe drive")
-    words = disk_words(mount)
-    better = "move it to a local NVMe drive: the table is read at random"
-    if mount.kind in _SLOW:
-        return Finding(point, "WARN", f"{words}: {_SLOW[mount.kind]}", better)
-    if mount.usb:
-        return Finding(point, "WARN", f"{words}, on USB", better)
-    if mount.compressed:
-        return Finding(
-            point,
-            "WARN",
-            f"{words}, compressed: a row of 320 B unpacks up to 128 KiB",
-            "chattr +C an empty folder (or mount without compress) and copy the checkpoint into it again",
+    words, slow = disk_words(mount), why_slow(mount)
+    place = None if seen.plan is None else seen.plan.table
+    if slow is None:
+        return Finding(point, "PASS", words)
+    if place is not None and place.disk != "model":
+        return Finding(point, "PASS", f"{words}: {slow}; the table is read {place.words}")
+    fix = "move it to a local NVMe drive: the table is read at random"
+    if mount.kind not in ("hdd", "network", "overlay") and not mount.usb:
+        fix = (
+            "chattr +C an empty folder (or mount without compress) and copy the checkpoint into it again"
+            if mount.compressed
+            else "zfs set recordsize=16K on that dataset and copy the checkpoint again, or use ext4 or xfs"
         )
-    if mount.fs_type == "zfs":
-        return Finding(
-            point,
-            "WARN",
-            f"{words}: a row of 320 B reads a whole record, 128 KiB by default",
-            "zfs set recordsize=16K on that dataset and copy the checkpoint again, or use ext4 or xfs",
-        )
-    return Finding(point, "PASS", words)
+    return Finding(point, "WARN", f"{words}: {slow}", fix)
 
 
 def _probe(seen: Seen) -> Finding | None:
@@ -620,6 +609,8 @@ def _plan(seen: Seen, before: list[Finding]) -> Finding:
         words += f", {made.capacity['full_requests']} full requests on {len(made.stages)} cards"
     if pool := _pool_bytes(seen):
         words += f", {format_gib(pool)} of K/V in host RAM"
+    if made.table is not None:
+        words += f", n-gram table {made.table.words}"
     if seen.on_published:
         return Finding(
             "plan", "WARN", f"{words}, for the published checkpoint: none was read here", "mend the checkpoint's point"
@@ -650,7 +641,7 @@ def judge(seen: Seen) -> list[Finding]:
         out += [_memlock(seen), _shm(machine)]
     out += [_cpus(machine), _ram(machine)]
     if not seen.on_cpu:
-        out += [_disk(machine), _probe(seen)]
+        out += [_disk(seen), _probe(seen)]
     out += [
         _data(seen),
         _tried("API key and port", lambda: _exposure(seen.wishes)),

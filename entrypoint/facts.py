@@ -14,6 +14,7 @@ from .wishes import Wishes
 if TYPE_CHECKING:
     from .machine import Machine
     from .plan import Plan
+    from .table_place import Prepared
 
 
 def read_api_key(wishes: Wishes) -> str | None:
@@ -46,9 +47,20 @@ def read_api_key(wishes: Wishes) -> str | None:
 
 
 def machine(wishes: Wishes) -> Machine:
+    from . import table_place
     from .detect import read_machine
 
-    return read_machine(paths={"model": wishes.value("model"), "data": wishes.value("data")})
+    return read_machine(paths=table_place.paths(wishes))
+
+
+def prepared(wishes: Wishes) -> Prepared | None:
+    """What lies where the prepared table file would be; None where the wish is for another place or for the CPU."""
+    from . import table, table_place
+
+    file = table_place.file_of(wishes)
+    if file is None or wishes.value("device") == "cpu":
+        return None
+    return table.look(Path(wishes.value("model")), Path(file))
 
 
 def checkpoint(wishes: Wishes, read: Callable[[str], Checkpoint] | None = None) -> Checkpoint:
@@ -82,4 +94,4 @@ def everything(
     rules.check_exposure(wishes, key is not None)
     box = machine(wishes)
     model = mend(checkpoint(wishes))
-    return box, model, plan.make_plan(box, plan.model_of(model), wishes), key
+    return box, model, plan.make_plan(box, plan.model_of(model), wishes, prepared(wishes)), key

@@ -1,6 +1,7 @@
 """What host RAM holds, line by line, and how many KV blocks fit into it. No decision here.
 
-Rule order: the engine's processes, the K/V pool, and what is left, which the kernel uses as page cache for the table. The plan counts
+Rule order: the K/V pool, the engine's processes, a table that is page-locked (upstream's way, only where it is asked for), and what is left.
+A table on disk takes nothing of its own: what is left is its page cache, which the kernel gives back when anyone needs it. The plan counts
 with min(MemAvailable, what the cgroup allows), and keeps `page_cache_bytes` of it for the table's hot rows.
 
 Two rules for the pool: memory of its exact size, registered with CUDA (what this kit's engine package does), and PyTorch's pinned
@@ -28,14 +29,18 @@ def most_blocks_rounded(layout: KvLayout, blocks: int) -> int:
     return layer // layout.host_layer_bytes(1) if layout.host_row_bytes else blocks
 
 
-def lines(layout: KvLayout, blocks: int, ram_bytes: int, engine: tuple[int, str]) -> tuple[Line, ...]:
-    """The lines, which add up to `ram_bytes`."""
+def lines(
+    layout: KvLayout, blocks: int, ram_bytes: int, engine: tuple[int, str], table: tuple[int, str] = (0, "")
+) -> tuple[Line, ...]:
+    """The lines, which add up to `ram_bytes`. `table`: bytes that are page-locked for it, and from where that is known."""
     out = [Line("engine processes", *engine)]
     if layout.host_row_bytes:
         pool = f"K/V of {layout.qsa_layers} layers, page-locked exactly"
         out.insert(0, Line(pool, layout.host_bytes(blocks), f"derived: {blocks} blocks of {layout.block_size} rows"))
+    if table[0]:
+        out.append(Line("n-gram table, page-locked", *table))
     left = ram_bytes - sum(line.bytes for line in out)
-    return (*out, Line("left as page cache for the table", left, "measured"))
+    return (*out, Line("left as page cache" + ("" if table[0] else " for the table"), left, "measured"))
 
 
 def note(layout: KvLayout, blocks: int) -> str:

@@ -1,13 +1,15 @@
-"""Decides every environment variable and argument of `vllm serve`, from three things only: machine, checkpoint, wishes.
+"""Decides every environment variable and argument of `vllm serve`, from machine, checkpoint, wishes, and what lies where a prepared
+table file would be.
 
 `make_plan` is a pure function: no file, no clock, no hardware. Order of its rules
 1. device: wished, else CUDA where there are cards, else a refusal (the CPU is for the demo model only)
 2. model: qwen4_exp on cards, anything small on the CPU
-3. what the box can never do (`rules`), then the numbers: cards, partition, place of K/V, context, streams, chunk (`choice`, which has
+3. where the rows of the n-gram table come from (`table_place`)
+4. what the box can never do (`rules`), then the numbers: cards, partition, place of K/V, context, streams, chunk (`choice`, which has
    the objective in words); where nothing fits, why and what would (`refuse`)
-4. blocks: the wish, the measured value on its own partition, else what the streams need
-5. the fixed flags that this engine needs, each with its reason
-6. the user's own arguments, refused by name where they would break one of the above
+5. blocks: the wish, the measured value on its own partition, else what the streams need
+6. the fixed flags that this engine needs, each with its reason
+7. the user's own arguments, refused by name where they would break one of the above
 
 Every value is a `Setting` with its provenance: measured (on this box), checkpoint, wished, derived, or rule (a rule of thumb
 from `rules.yaml`, with where it was measured). Unknown facts stay None and are never guessed: a plan that needs one is refused.
@@ -19,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import budget, choice, host_ram, refuse, rules
+from . import budget, choice, host_ram, refuse, rules, table_place
 from . import pool as pool_
 from . import settings as settings_
 from .budget import Line
@@ -31,6 +33,7 @@ from .machine import Machine
 from .model import Model, is_target, model_of, published, published_sampling, shapes
 from .pool import Stage
 from .settings import SOURCES, Setting
+from .table_place import Place, Prepared
 from .thumb import rule, thumb
 from .units import GIB, MIB, format_gib
 from .wishes import Wishes
@@ -52,10 +55,7 @@ __all__ = [
     "thumb",
 ]
 
-NOT_YET = (
-    "nothing of this plan has run on a 24 GB card yet: K/V in host RAM is tested on a CPU only, and the table on disk is off, so the whole "
-    "table takes page-locked RAM beside this budget (README, What works today)"
-)
+NOT_YET = "nothing of this plan has run on a 24 GB card yet, and K/V in host RAM is tested on a CPU only (README, What works today)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class Plan:
     stages: tuple[Stage, ...] = ()
     host: tuple[Line, ...] = ()
     capacity: Mapping[str, Any] = field(default_factory=dict)
+    table: Place | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -111,15 +112,16 @@ class Plan:
             ],
             "host": [vars(line) for line in self.host],
             "capacity": dict(self.capacity),
+            "table": None if self.table is None else self.table.as_dict(),
             "notes": list(self.notes),
         }
 
 
-def make_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
-    """The plan for this box, checkpoint and user. Raises Refusal (code 2, 3 or 4)."""
+def make_plan(machine: Machine, model: Model, wishes: Wishes, prepared: Prepared | None = None) -> Plan:
+    """The plan for this box, checkpoint and user; `prepared` is what table.look found. Raises Refusal (code 2, 3, 4 or 5)."""
     rules.check_wishes(wishes)
     device = _device(machine, model, wishes)
-    return _cpu_plan(machine, model, wishes) if device == "cpu" else _cuda_plan(machine, model, wishes)
+    return _cpu_plan(machine, model, wishes) if device == "cpu" else _cuda_plan(machine, model, wishes, prepared)
 
 
 def _device(machine: Machine, model: Model, wishes: Wishes) -> str:
@@ -149,6 +151,12 @@ def _device(machine: Machine, model: Model, wishes: Wishes) -> str:
 
 
 def _cpu_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
+    if wishes["table"].value != "auto":
+        raise Refusal(
+            f"table: {wishes['table'].source} is set, and {model.path} has no N-gram table",
+            "leave it out",
+            Exit.TABLE,
+        )
     name = settings_.name_of(model, wishes)
     longest = model.text.need("max_position_embeddings")
     context, source, why = min(longest, 2048), "derived", "the demo needs no more"
@@ -177,8 +185,9 @@ def _cpu_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
 # --- cards -----------------------------------------------------------------------------------------------------------
 
 
-def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
-    _refuse_unproven(wishes)
+def _cuda_plan(machine: Machine, model: Model, wishes: Wishes, prepared: Prepared | None) -> Plan:
+    place = table_place.choose(machine.mounts, model.table_bytes or 0, wishes, prepared, machine.wsl)
+    pinned = (place.pinned_bytes, "derived: the next power of two") if place else (0, "")
     rules.check_machine(machine, thumb())
     s = shapes(model.text)
     if model.layers is None or model.embed_bytes is None or model.last is None:
@@ -192,13 +201,25 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
     if chosen is None:
         raise refuse.why(search, machine, asked)
     chosen, kv = pool_.with_pool(cards, machine, wishes, asked, chosen, search)
-    rules.check_memlock(machine, kv.host_bytes)
-    rules.check_extra(split(wishes.value("extra_args") or ""), s, chosen.layout.block_size, chosen.step.rows, machine)
-    notes += pool_.notes(machine, model, s, wishes, chosen, kv)
+    ram, engine, cache_ram = machine.ram_available_bytes, rule("engine_ram_bytes"), rule("page_cache_bytes")[0]
+    host = host_ram.lines(chosen.layout, kv.blocks, ram, engine, pinned)
+    notes += pool_.notes(machine, s, wishes, chosen, kv)
+    if place is not None:
+        table_place.check_ram(place, ram, engine[0], cache_ram, kv.host_bytes)
+        notes += [*place.notes, *table_place.check_disk(place, machine.mounts, host[-1].bytes)]
+    rules.check_memlock(machine, kv.host_bytes, pinned[0])
+    rules.check_extra(
+        split(wishes.value("extra_args") or ""),
+        s,
+        chosen.layout.block_size,
+        chosen.step.rows,
+        machine,
+        place is not None and not place.pinned_bytes,
+    )
     stages = tuple(pool_.stage(cards, chosen, kv.blocks, i) for i in range(len(chosen.gpus)))
     layout, streams = chosen.layout, chosen.streams
     name = settings_.name_of(model, wishes)
-    settings = settings_.cuda(machine, model, wishes, chosen, kv, name)
+    settings = settings_.cuda(machine, model, wishes, chosen, kv, name, place)
     usable = kv.blocks - 1  # one is vLLM's null block
     return _finish(
         "cuda",
@@ -207,7 +228,8 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes) -> Plan:
         wishes,
         settings,
         stages=stages,
-        host=host_ram.lines(layout, kv.blocks, machine.ram_available_bytes, rule("engine_ram_bytes")),
+        host=host,
+        table=place,
         notes=notes,
         capacity={
             "context": chosen.context,
@@ -271,16 +293,6 @@ def _asked_of(machine: Machine, s: budget.Shapes, wishes: Wishes, notes: list[st
     )
 
 
-def _refuse_unproven(wishes: Wishes) -> None:
-    """The mapped table gave wrong tokens while decoding on two cards (docs/gpu.md): no plan turns it on before that is mended."""
-    if wishes.value("table"):
-        raise Refusal(
-            f"{wishes['table'].source} asks for the table on disk, which decodes wrong tokens in this release (docs/gpu.md)",
-            "leave it out",
-            Exit.PLAN,
-        )
-
-
 def _pools(machine: Machine, wishes: Wishes, notes: list[str]) -> tuple[bool, ...]:
     """Where K/V may live: host pool (True) or cards (False)."""
     wished = wishes.value("host_kv")
@@ -309,6 +321,7 @@ def _finish(
     stages: tuple[Stage, ...] = (),
     host: tuple[Line, ...] = (),
     capacity: Mapping[str, Any] | None = None,
+    table: Place | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     settings = merge(settings, wishes.value("extra_args") or "", wishes["extra_args"].source)
@@ -322,5 +335,6 @@ def _finish(
         stages=stages,
         host=host,
         capacity=capacity or {},
+        table=table,
         notes=tuple(notes),
     )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import budget, choice, host_ram, rules
+from . import budget, choice, host_ram
 from .budget import Line, bounds
 from .card import Cards
 from .choice import Asked, Choice, capture_sizes
 from .errors import Exit, Refusal
 from .machine import Machine
-from .model import Model
 from .thumb import rule, thumb
 from .units import format_gib
 from .wishes import Wishes
@@ -117,7 +116,7 @@ def stage(cards: Cards, c: Choice, blocks: int, at: int) -> Stage:
     return Stage(gpu.index, gpu.name, (a, b - 1), gpu.free_bytes, lines)
 
 
-def notes(machine: Machine, model: Model, s: budget.Shapes, wishes: Wishes, c: Choice, kv: Pool) -> list[str]:
+def notes(machine: Machine, s: budget.Shapes, wishes: Wishes, c: Choice, kv: Pool) -> list[str]:
     """What a reader should know of the choice beside its numbers."""
     out = []
     if len(c.gpus) < len(machine.gpus):
@@ -153,10 +152,4 @@ def notes(machine: Machine, model: Model, s: budget.Shapes, wishes: Wishes, c: C
         out.append(
             f"K/V stay on the cards, which hold them: {format_gib(kv.blocks * c.layout.page_bytes)} on the fullest"
         )
-    out += rules.check_table_disk(machine, model.table_bytes, _left_bytes(machine, c, kv), thumb(), s)
     return out
-
-
-def _left_bytes(machine: Machine, c: Choice, kv: Pool) -> int:
-    """RAM that is left as page cache."""
-    return host_ram.lines(c.layout, kv.blocks, machine.ram_available_bytes, rule("engine_ram_bytes"))[-1].bytes

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import Exit, Refusal
 from .wishes import Wishes
+
+if TYPE_CHECKING:
+    from .boot import StateFile
+    from .table import Progress
 
 FOLDERS = ("table", "overlay", "cache/vllm", "cache/triton", "cache/xdg")
 
@@ -46,6 +52,16 @@ def state_folder(wishes: Wishes) -> Path:
             Exit.USAGE,
         ) from None
     return folder
+
+
+def told_in(state: StateFile, tell: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """`tell` for the table's file that also moves the present phase's label and progress in state.json."""
+
+    def both(progress: Progress) -> None:
+        state.update(label="making the table file", progress=progress.done_bytes / progress.total_bytes)
+        tell(progress)
+
+    return both
 
 
 def port_free(host: str, port: int) -> None:

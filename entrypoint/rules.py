@@ -14,7 +14,7 @@ from typing import Any
 from .budget import Shapes, bounds
 from .errors import Exit, Refusal
 from .machine import UNLIMITED, Machine
-from .units import GIB, format_gib
+from .units import format_gib
 from .wishes import Wishes
 
 
@@ -115,10 +115,17 @@ def _shm(machine: Machine) -> None:
 
 
 def check_extra(
-    pairs: Sequence[tuple[str, str | None]], s: Shapes, block_size: int, chunk: int, machine: Machine
+    pairs: Sequence[tuple[str, str | None]],
+    s: Shapes,
+    block_size: int,
+    chunk: int,
+    machine: Machine,
+    table_on_disk: bool = False,
 ) -> None:
-    """The user's arguments whose refusal has numbers of this plan. `pairs` are (flag, value). Raises Refusal (code 3)."""
+    """The user's arguments whose refusal has facts of this plan. `pairs` are (flag, value). Raises Refusal (code 3)."""
     for flag, value in pairs:
+        if table_on_disk:
+            _loading(flag, value)
         if flag in ("--tensor-parallel-size", "-tp"):
             _tensor_parallel(flag, value, s)
         if flag == "--enable-prefix-caching":  # C7
@@ -137,6 +144,23 @@ def check_extra(
                 f"leave {flag} out: a K/V row is 2 B a value",
                 Exit.PLAN,
             )
+
+
+# Ways of loading that leave the table's bytes alone (patches/flashnext/mapped_table.py); vLLM has more, which read every byte.
+_LOADING: Mapping[str, tuple[str, ...]] = {
+    "--load-format": ("auto", "safetensors", "hf"),
+    "--safetensors-load-strategy": ("lazy",),
+    "--model-loader-extra-config": (),
+}
+
+
+def _loading(flag: str, value: str | None) -> None:
+    if flag in _LOADING and value not in _LOADING[flag]:
+        raise Refusal(
+            f"{flag} {value or ''}: the n-gram table stays on disk, and this way of loading reads all of it at each start",
+            f"leave {flag} out",
+            Exit.PLAN,
+        )
 
 
 def _tensor_parallel(flag: str, value: str | None, s: Shapes) -> None:
@@ -158,40 +182,14 @@ def _tensor_parallel(flag: str, value: str | None, s: Shapes) -> None:
     )
 
 
-def check_table_disk(
-    machine: Machine, table_bytes: int | None, left_bytes: int, thumb: Mapping[str, Mapping[str, Any]], s: Shapes
-) -> list[str]:
-    """C32: the table's disk, in words; a hard disk is refused where RAM does not hold the table either. Raises Refusal (code 3)."""
-    notes = []
-    mount = machine.mounts.get("model")
-    if mount is None or table_bytes is None:
-        return notes
-    share = min(1.0, left_bytes / table_bytes)
-    if mount.kind == "hdd" and left_bytes < table_bytes:
-        reads = thumb["hdd_reads_s"]["value"]
-        raise Refusal(
-            f"the table ({format_gib(table_bytes)}) lies on a hard disk, about {reads} random reads a second, and RAM keeps {share:.0%} of it",
-            f"move the checkpoint to an NVMe drive, or add {math.ceil((table_bytes - left_bytes) / GIB)} GiB of RAM so that the table stays there",
-            Exit.PLAN,
-        )
-    if mount.kind == "network":
-        notes.append(
-            f"the checkpoint lies on {mount.fs_type}: each token reads the table at random; RAM keeps {share:.0%} of its {format_gib(table_bytes)}"
-        )
-    data = machine.mounts.get("data")
-    if data is not None and data.free_bytes is not None and data.free_bytes < table_bytes:
-        notes.append(
-            f"a flat copy of the table takes {format_gib(table_bytes)}, and the data disk has {format_gib(data.free_bytes)} free"
-        )
-    return notes
-
-
-def check_memlock(machine: Machine, pool_bytes: int) -> None:
-    """C17: a limit on locked memory below the pool. Raises Refusal (code 3)."""
+def check_memlock(machine: Machine, pool_bytes: int, table_bytes: int = 0) -> None:
+    """C17: a limit on locked memory below the pool and a page-locked table. Raises Refusal (code 3)."""
     limit = machine.memlock_bytes
-    if limit is not None and limit != UNLIMITED and not machine.ipc_lock and limit < pool_bytes:
+    parts = {"the K/V pool takes": pool_bytes, "the page-locked table takes": table_bytes}
+    if limit is not None and limit != UNLIMITED and not machine.ipc_lock and limit < sum(parts.values()):
         raise Refusal(
-            f"{format_gib(limit)} of memory may be locked (RLIMIT_MEMLOCK), and the K/V pool takes {format_gib(pool_bytes)}",
+            f"{format_gib(limit)} of memory may be locked (RLIMIT_MEMLOCK), and "
+            + " and ".join(f"{what} {format_gib(size)}" for what, size in parts.items() if size),
             "lift it: compose.yaml sets ulimits memlock: -1; outside Docker: ulimit -l unlimited",
             Exit.PLAN,
         )

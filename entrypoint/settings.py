@@ -17,6 +17,7 @@ from .choice import Choice, capture_sizes
 from .machine import Gpu, Machine
 from .model import Model, is_target, published_sampling
 from .pool import Pool
+from .table_place import Place
 from .thumb import rule
 from .units import GIB, format_gib
 from .wishes import Wishes
@@ -58,7 +59,9 @@ def cpu(wishes: Wishes, name: str, kv_bytes: int, context: tuple[str, str, str])
     ]
 
 
-def cuda(machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, name: str) -> list[Setting]:
+def cuda(
+    machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, name: str, table: Place | None
+) -> list[Setting]:
     """Of a choice on cards."""
     layout, n, streams, longest = c.layout, len(c.gpus), c.streams, model.text.need("max_position_embeddings")
     flashnext: dict[str, Any] = {}
@@ -67,6 +70,8 @@ def cuda(machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, 
             "max_bytes": wishes.value("host_kv_max") or pool.host_bytes,
             "arena_bytes": c.step.arena_bytes,
         }
+    if table is not None and table.setting is not None:
+        flashnext["table"] = table.setting
     utilization = _utilization(c.gpus)
     context_wish, partition_wish = wishes.value("context"), wishes.value("layer_partition")
     settings = [
@@ -102,6 +107,7 @@ def cuda(machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, 
             "rule",
             rule("indexer_logits_mib")[1],
         ),
+        *_pinned_table(table),
         *_p2p(wishes, n),
         *_common_env(wishes),
         *_listen(wishes, name),
@@ -153,6 +159,7 @@ def cuda(machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, 
             "no effect on the KV size beside the next line; it must only be below what is free now",
         ),
         Setting("arg", "--kv-cache-memory-bytes", str(pool.bytes), pool.source, pool.reason),
+        *_loading(machine, table),
         Setting("arg", "--language-model-only", None, "fixed", "the vision tower would be built on every stage"),
         Setting("arg", "--async-scheduling", None, "fixed", "without it decoding is 15 % slower (article 5.6)"),
         Setting("arg", "--reasoning-parser", "qwen3", "fixed", "thinking arrives as reasoning, not inside the answer"),
@@ -173,7 +180,7 @@ def cuda(machine: Machine, model: Model, wishes: Wishes, c: Choice, pool: Pool, 
             "--additional-config",
             json.dumps({"flashnext": flashnext}, separators=(",", ":")),
             "derived",
-            "settings of the engine-side package",
+            "settings of the engine-side package" + (f"; n-gram table {table.reason}" if table is not None else ""),
         ),
     ]
     if (sampling := _sampling(model)) is not None:
@@ -219,6 +226,23 @@ def _expandable_why(wishes: Wishes) -> tuple[str, str]:
         "rule",
         "about 100 MiB are lost to fragmentation in long prefill without it (article 5.4); some boxes report slower streams with it: measure",
     )
+
+
+def _pinned_table(table: Place | None) -> list[Setting]:
+    if table is None or not table.pinned_bytes:
+        return []
+    return [
+        Setting("env", "VLLM_PLE_CPU_OFFLOAD", "1", "wished", "upstream's table in page-locked RAM, not on the card")
+    ]
+
+
+def _loading(machine: Machine, table: Place | None) -> list[Setting]:
+    """On NFS and Lustre vLLM reads a whole checkpoint ahead that fits into RAM, the table on disk too (weight_utils.py)."""
+    mount = machine.mounts.get("model")
+    if table is None or table.pinned_bytes or mount is None or mount.kind != "network":
+        return []
+    reason = f"without it vLLM may read the whole checkpoint ahead on a network file system, {format_gib(table.table_bytes)} of table included"
+    return [Setting("arg", "--safetensors-load-strategy", "lazy", "derived", reason)]
 
 
 def _p2p(wishes: Wishes, cards: int) -> list[Setting]:

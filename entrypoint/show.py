@@ -39,7 +39,7 @@ def plan_dict(plan: Plan, speed: Speed | None) -> dict[str, Any]:
 def show(
     plan: Plan, out: Console, explain: bool = False, speed: Speed | None = None, no_speed: str | None = None
 ) -> None:
-    """Print `plan`: stages, capacity, host RAM, speed, settings and command; with `explain` every number's provenance and bytes.
+    """Print `plan`: stages, capacity, place of the table, host RAM, speed, settings and command; with `explain` every number's provenance and bytes.
 
     `no_speed` says why there is no `speed`; both None leaves the line out.
     """
@@ -48,6 +48,8 @@ def show(
         if plan.stages:
             _budgets(plan, out) if explain else _stages(plan, out)
         _capacity(plan, out)
+        if plan.table is not None:
+            out.print(f"\nN-gram table: {plan.table.reason}.")
         if plan.host:
             _lines(out, "Host RAM", plan.host, explain)
         if speed is not None:

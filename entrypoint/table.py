@@ -36,6 +36,7 @@ from typing import Any, TextIO
 
 from .checkpoint import read_tensors
 from .errors import Exit, Refusal
+from .table_place import Prepared
 from .units import format_gib
 
 MARKER_FORMAT = 1
@@ -105,7 +106,7 @@ def read_source(folder: Path) -> Source:
         raise _refusal(f"{folder} has no N-gram table", "give the folder of a checkpoint that has one")
     if len(layers) > 1:
         raise _refusal(
-            f"{folder} has tables in {len(layers)} layers", "read them in the checkpoint (unset FLASHNEXT_TABLE)"
+            f"{folder} has tables in {len(layers)} layers", "read them in the checkpoint: FLASHNEXT_TABLE=checkpoint"
         )
     config = _read_json(folder / "config.json") or {}
     told = (config.get("text_config") or config).get("split_ngram_parts")
@@ -236,17 +237,25 @@ def _why_not_these_bytes(descriptor: int, source: Source, identity: str) -> str 
     return None
 
 
-def refuse_unless_whole(folder: Path, file: Path) -> None:
-    """For a start that will read FILE: raises Refusal (code 5) unless it is the whole table of the checkpoint in `folder`.
-
-    Reads headers and SAMPLES rows.
-    """
-    source = read_source(folder)
-    why = why_not_whole(file, source, identity_of_source(source)) if file.exists() else "there is no such file"
-    if why:
-        raise _refusal(
-            f"{file}: {why}", "run `flashnext prepare`, or unset FLASHNEXT_TABLE to read it in the checkpoint"
-        )
+def look(folder: Path, file: Path) -> Prepared:
+    """What lies at FILE, for the plan: read, never changed; raises nothing. Headers and rows are read only where FILE is there."""
+    partial, progress, marker = (Path(f"{file}{end}") for end in (".partial", ".progress.json", ".json"))
+    try:
+        if not file.exists():
+            reserved = partial.stat().st_blocks * 512 if partial.exists() else 0
+            return Prepared(file=str(file), reserved_bytes=reserved)
+        source = read_source(folder)
+        identity = identity_of_source(source)
+        state = _read_json(progress) or {}
+        copied = _has(state, _shape(source, identity)) and len(state.get("sha256", [])) == len(source.pieces)
+        if copied and not marker.exists():  # which is all that `prepare` has to add
+            return Prepared(file=str(file), reserved_bytes=file.stat().st_size)
+        why = why_not_whole(file, source, identity)
+        return Prepared(file=str(file), whole=why is None, trouble=why)
+    except Refusal as e:
+        return Prepared(file=str(file), trouble=e.message.removeprefix("table: "))
+    except OSError as e:
+        return Prepared(file=str(file), trouble=f"it cannot be looked at ({e.strerror})")
 
 
 def teller(stream: TextIO, every_s: float = 10.0) -> Callable[[Progress], None]:

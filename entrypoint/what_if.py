@@ -121,6 +121,8 @@ def _figures(side: Side) -> Iterator[tuple[str, str, Any, str]]:
         yield "stages", f"rank {rank} free", st.available_bytes, "bytes"
         for line in st.lines:
             yield "budget", f"rank {rank} {row_name(line.what)}", line.bytes, "bytes"
+    if side.plan.table is not None:
+        yield "table", "rows", side.plan.table.words, ""
     for line in side.plan.host:
         yield "host RAM", line.what, line.bytes, "bytes"
     if side.speed is not None:
@@ -147,7 +149,7 @@ def rows(base: Side, other: Side) -> list[Row]:
                 key = (*key[:2], at)
             found[key] = (value, unit)
         sides.append(found)
-    order = ("refused", "capacity", "left", "speed", "stages", "budget", "host RAM", "settings", "notes")
+    order = ("refused", "capacity", "left", "speed", "stages", "budget", "table", "host RAM", "settings", "notes")
     every = sorted({**sides[0], **sides[1]}, key=lambda k: order.index(k[0]))
     shared = {f"rank {n} " for n in range(min(len(side.plan.stages) if side.plan else 0 for side in (base, other)))}
     whole = base.plan is not None and other.plan is not None

@@ -133,7 +133,11 @@ def parse(wish: Wish, raw: str, where: str, unit: str = "") -> Any:
         if not re.fullmatch(r"\d{1,4}(\s*,\s*\d{1,4})*", text):
             raise _malformed(where, raw, "a list of whole numbers such as 16,16,16")
         return tuple(int(part) for part in text.split(","))
-    if wish.kind == "path":
+    if wish.kind == "place" and text.lower() in wish.choices:
+        return text.lower()
+    if wish.kind == "place" and "/" not in text:
+        raise _malformed(where, raw, f"one of {', '.join(wish.choices)} or a path with a / in it")
+    if wish.kind in ("path", "place"):
         if "\0" in text or "\n" in text:
             raise _malformed(where, raw, "one path")
         return text

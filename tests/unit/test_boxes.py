@@ -37,6 +37,7 @@ def of(plan: p.Plan, cards: int) -> dict:
         "chunk": int(plan.argv[plan.argv.index("--max-num-batched-tokens") + 1]),
         "kv": "host" if c["host_pool_bytes"] else "cards",
         "idle": cards - len(plan.stages),
+        "table": plan.table.backing,
     }
 
 
@@ -67,4 +68,4 @@ def test_refusal(row):
         make(row)
     assert row["refused"] in e.value.message and row["fix"] in e.value.fix
     assert e.value.code == Exit.PLAN and "\n" not in e.value.message + e.value.fix
-    assert re.search(r"\d", e.value.message) or "wrong tokens" in row["refused"] or "four times" in row["refused"]
+    assert re.search(r"\d", e.value.message) or "four times" in row["refused"] or "this way of" in row["refused"]

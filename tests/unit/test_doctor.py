@@ -337,7 +337,7 @@ class Planned:
     """What a point reads of a plan: its capacity."""
 
     def __init__(self, **capacity):
-        self.capacity, self.stages, self.notes, self.device = capacity, (1, 2, 3), (), "cuda"
+        self.capacity, self.stages, self.notes, self.device, self.table = capacity, (1, 2, 3), (), "cuda", None
 
 
 @pytest.mark.parametrize(

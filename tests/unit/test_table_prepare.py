@@ -17,6 +17,7 @@ import pytest
 from entrypoint import demo
 from entrypoint import table as table_
 from entrypoint.errors import Exit, Refusal
+from entrypoint.table_place import Prepared
 from tests.support.table_shards import PREFIX, write_file, write_table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -96,17 +97,35 @@ def test_progress_in_words():
     ]
 
 
-def test_start_with_a_table_that_is_not_there(tmp_path):
-    write_table(tmp_path / "model")
-    file = tmp_path / "table"
-    with pytest.raises(Refusal, match="there is no such file") as refused:
-        table_.refuse_unless_whole(tmp_path / "model", file)
-    assert refused.value.code == Exit.TABLE and "flashnext prepare" in refused.value.fix
-    table_.prepare(tmp_path / "model", file)
-    table_.refuse_unless_whole(tmp_path / "model", file)
+def test_what_the_plan_is_told_of_a_file(tmp_path):
+    """Not there, half made, made, cut off, of another checkpoint, in a folder without a table: looked at, nothing changed."""
+    model, file = tmp_path / "model", tmp_path / "table"
+    write_table(model)
+    assert table_.look(model, file) == Prepared(file=str(file))
+    partial = Path(f"{file}.partial")
+    partial.write_bytes(b"x" * 10_000)
+    assert table_.look(model, file).reserved_bytes >= 8192 and not table_.look(model, file).whole
+    partial.unlink()
+    table_.prepare(model, file)
+    assert table_.look(model, file) == Prepared(file=str(file), whole=True)
+
+    marker = Path(f"{file}.json")
+    told = json.loads(marker.read_text())
+    marker.unlink()
+    assert "no marker" in table_.look(model, file).trouble
+    Path(f"{file}.progress.json").write_text(json.dumps(told))  # killed between the rename and the marker
+    copied = table_.look(model, file)
+    assert (copied.whole, copied.trouble, copied.reserved_bytes) == (False, None, file.stat().st_size)
+    table_.prepare(model, file)
+    assert table_.look(model, file).whole
+
+    other = tmp_path / "other"
+    write_table(other, seed=7)
+    assert table_.look(other, file).trouble == "its marker is of another table"
+    (tmp_path / "empty").mkdir()
+    assert "safetensors" in table_.look(tmp_path / "empty", file).trouble
     os.truncate(file, 77)
-    with pytest.raises(Refusal, match="it has 77 bytes instead of"):
-        table_.refuse_unless_whole(tmp_path / "model", file)
+    assert "it has 77 bytes instead of" in table_.look(model, file).trouble
 
 
 @pytest.mark.slow

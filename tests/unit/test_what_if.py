@@ -92,6 +92,15 @@ def test_a_wish_by_the_name_of_its_argument(compared):
     assert rows["streams"] == (4, 2)
 
 
+def test_the_table_in_another_place(compared):
+    rows = {(r["section"], r["what"]): (r["base"], r["other"]) for r in compared("ram=251GiB,table=pinned")["rows"]}
+    assert rows["table", "rows"] == ("in place, in the checkpoint's own shards", "page-locked in host RAM")
+    assert rows["host RAM", "n-gram table, page-locked"] == (None, 128 << 30)
+    assert rows["settings", "VLLM_PLE_CPU_OFFLOAD"] == (None, "1")
+    refusal = compared("table=pinned")["other"]["refusal"]
+    assert refusal["code"] == 3 and "71.59 GiB are missing" in refusal["error"]
+
+
 def test_a_side_may_be_refused_and_both_end_with_3(ran, compared):
     found = compared("simulate=2x3090")
     assert found["other"]["plan"] is None and found["other"]["refusal"]["code"] == 3
