@@ -11,8 +11,8 @@
 
 Exit codes: errors.Exit. Every mistake of a user ends in one ERROR and one Fix line.
 
-Each command imports what it runs when it runs: all of it would be a quarter of a second, an eighth of what a check of the
-checkpoint may take.
+Each command imports what it runs when it runs, because all of it takes a fifth of a second. So does pydantic, by which typer
+converts each value that is no bool: `checkpoint` and `serve` have none.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ if TYPE_CHECKING:
     from .speed import Speed
     from .what_if import Side
 
+_HELP = {"default_map": {"help": False}}  # typer's own default, None, is no bool
 app = typer.Typer(
+    context_settings=_HELP,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Serve Qwen3.8-Flash-Next on a box of 24 GB cards.",
 )
-_WISHES = {"allow_extra_args": True, "ignore_unknown_options": True}
+_WISHES = {**_HELP, "allow_extra_args": True, "ignore_unknown_options": True}
+_SEE = "Wishes (--model, --env-file and more): `flashnext plan --help` lists them."
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-EnvFile = Annotated[Path, typer.Option("--env-file", help="File of wishes as NAME=value lines.")]
 
 
-def _wishes(ctx: typer.Context, env_file: Path) -> Wishes:
-    return gather(flags.read(ctx.args), os.environ, env_file)
+def _wishes(ctx: typer.Context) -> Wishes:
+    given = flags.read(ctx.args)
+    return gather(given.wishes, os.environ, given.env_file)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,6 @@ def plan(
     ] = None,
     explain: Annotated[bool, typer.Option(help="Print every reason, and the budget in bytes line by line.")] = False,
     as_json: Json = False,
-    env_file: EnvFile = Path(".env"),
 ) -> None:
     """Print the budget of every card and of the RAM, and every environment variable and argument of vllm serve."""
     box = _Box(simulate, ram, cgroup, disk, wsl)
@@ -162,9 +164,9 @@ def plan(
                 )
     elif ram is None and not simulate.startswith("@"):
         raise Refusal("a simulated box needs its RAM", "add --ram 125GiB", Exit.USAGE)
-    wishes = _wishes(ctx, env_file)
+    wishes = _wishes(ctx)
     if what_if is not None:
-        _compare(box, ctx, env_file, what_if, as_json)
+        _compare(box, ctx, what_if, as_json)
         return
     made, speed, no_speed = _planned(box, wishes)
     from .show import plan_dict, show
@@ -176,7 +178,7 @@ def plan(
         show(made, console(), explain, speed, no_speed)
 
 
-def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: bool) -> None:
+def _compare(box: _Box, ctx: typer.Context, text: str, as_json: bool) -> None:
     """`plan --what-if`: exits with 3 only where both sides are refused."""
     from . import what_if as what_if_
     from .terminal import console
@@ -190,7 +192,7 @@ def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: 
                 f"--what-if: wsl is {words['wsl'][:20]!r}, which is neither on nor off", "write wsl=on", Exit.USAGE
             )
         words["wsl"] = on
-    given = flags.read(ctx.args)
+    given, env_file = flags.read(ctx.args)
     changed = gather({**given, **{k: v for k, v in asked.items() if k not in words}}, os.environ, env_file)
     label = " ".join([box.simulate or "this box", *(f"--{k} {v}" for k, v in box.words if v)])
     base = _side(label, box, gather(given, os.environ, env_file))
@@ -203,20 +205,19 @@ def _compare(box: _Box, ctx: typer.Context, env_file: Path, text: str, as_json: 
         raise typer.Exit(int(Exit.PLAN))
 
 
-@app.command(context_settings=_WISHES)
+@app.command(context_settings=_WISHES, epilog=_SEE)
 def doctor(
     ctx: typer.Context,
     as_json: Json = False,
     report: Annotated[
         Path | None, typer.Option("--report", help="Also write a redacted report for a bug report to this new file.")
     ] = None,
-    env_file: EnvFile = Path(".env"),
 ) -> None:
     """Check this box point by point: PASS, WARN or FAIL, one fix each."""
     from . import doctor as doctor_
     from .terminal import console
 
-    seen = doctor_.look(_wishes(ctx, env_file))
+    seen = doctor_.look(_wishes(ctx))
     findings = doctor_.judge(seen)
     if as_json:
         print(json.dumps([vars(f) for f in findings], indent=1, ensure_ascii=False))
@@ -272,8 +273,8 @@ def _demo_model(wishes: Wishes) -> None:
         ) from None
 
 
-@app.command(context_settings=_WISHES)
-def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(".env")) -> None:
+@app.command(context_settings=_WISHES, epilog=_SEE)
+def prepare(ctx: typer.Context, as_json: Json = False) -> None:
     """Check the box and the checkpoint, make the plan, our folders and the table file that the plan reads, if it reads one.
 
     Exits 0 only where `serve` can start.
@@ -283,9 +284,7 @@ def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(
     from .terminal import console
 
     tell = table_.teller(sys.stderr)
-    made, _, weight_bytes, repaired = _ready(
-        _wishes(ctx, env_file), lambda model, file: table_.prepare(model, file, tell)
-    )
+    made, _, weight_bytes, repaired = _ready(_wishes(ctx), lambda model, file: table_.prepare(model, file, tell))
     if as_json:
         out = {"plan": made.as_dict(), "weight_bytes": weight_bytes, "repaired": repaired}
         print(json.dumps(out, ensure_ascii=False))
@@ -296,15 +295,15 @@ def prepare(ctx: typer.Context, as_json: Json = False, env_file: EnvFile = Path(
         print("prepared: the engine can start")
 
 
-@app.command(context_settings=_WISHES)
-def serve(ctx: typer.Context, env_file: EnvFile = Path(".env")) -> None:
+@app.command(context_settings=_WISHES, epilog=_SEE)
+def serve(ctx: typer.Context) -> None:
     """Prepare, start vllm serve and stay with it until it ends; exits with the documented codes."""
     from . import boot
     from . import prepare as prepare_
     from . import table as table_
     from .supervisor import Supervisor
 
-    wishes = _wishes(ctx, env_file)
+    wishes = _wishes(ctx)
     state = boot.StateFile(prepare_.state_folder(wishes), wishes.value("host"), wishes.value("port"))
     state.update(deadline_s=state.state.started_s + (boot.phase_named("planning").limit_s or 0))
     try:
@@ -389,19 +388,18 @@ def fetch(
         )
 
 
-@app.command(context_settings=_WISHES)
+@app.command(context_settings=_WISHES, epilog=_SEE)
 def checkpoint(
     ctx: typer.Context,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every byte: sha256 of each file, weight_shape of each weight.")
     ] = False,
     as_json: Json = False,
-    env_file: EnvFile = Path(".env"),
 ) -> None:
     """Check the checkpoint: files, headers, shapes, packing, config groups, tokenizer, EOS ids, sampling defaults."""
     from . import lint
 
-    found = facts.checkpoint(_wishes(ctx, env_file))
+    found = facts.checkpoint(_wishes(ctx))
     if deep:
         from .terminal import byte_progress
 
@@ -418,7 +416,7 @@ def checkpoint(
     raise typer.Exit(int(Exit.CHECKPOINT if report.errors else Exit.OK))
 
 
-@app.command(context_settings=_WISHES)
+@app.command(context_settings=_WISHES, epilog=_SEE)
 def bits(
     ctx: typer.Context,
     demo: Annotated[
@@ -429,7 +427,6 @@ def bits(
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="Write an SVG here.")] = None,
     as_json: Json = False,
-    env_file: EnvFile = Path(".env"),
 ) -> None:
     """Count parameters, bytes, bytes per decoded token and the roofline of each card, from headers alone."""
     from . import bits as bits_
@@ -439,7 +436,7 @@ def bits(
         stored, text = bits_.demo()
         origin, more = f"the published shapes in this allocation: {bits_.DEMO_ALLOCATION}", {}
     else:
-        found = facts.checkpoint(_wishes(ctx, env_file))
+        found = facts.checkpoint(_wishes(ctx))
         stored, text, more = bits_.weights_of(found), found.text, bits_.unread(found)
         origin = f"the headers of {found.path}"
     before = account = bits_.count(stored, text, origin, more)

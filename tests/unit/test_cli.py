@@ -177,3 +177,19 @@ def test_doctor_json_lists_points_and_exits_with_the_worst(tmp_path):
     points = {f["point"]: f for f in json.loads(done.stdout)}
     assert {"cards", "RAM", "checkpoint", "plan"} <= set(points)
     assert done.returncode == max(f["code"] for f in points.values() if f["verdict"] == "FAIL")
+
+
+def test_a_check_starts_without_what_it_does_not_run(model, tmp_path):
+    """What it imports was a third of the time that it took: other commands, and what typer converts values with."""
+    code = "import sys; from entrypoint import cli\ntry: cli.main()\nfinally: sys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "checkpoint", "--json", "--model", str(model), "--env-file", "none"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout)["path"] == str(model)
+    there = set(done.stderr.split())
+    assert "entrypoint.lint" in there
+    assert not there & {"pydantic", "rich", "asyncio", "entrypoint.plan", "entrypoint.doctor", "entrypoint.fetch"}

@@ -124,11 +124,23 @@ def test_dotenv_that_is_none_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    "args, env_file",
+    [([], ".env"), (["--env-file", "box.env"], "box.env"), (["--context=1", "--env-file=box.env"], "box.env")],
+)
+def test_the_file_of_wishes_is_named_beside_them(args, env_file):
+    given = flags.read(args)
+    assert str(given.env_file) == env_file
+    assert given.wishes == ({"context": "1"} if "--context=1" in args else {})
+
+
+@pytest.mark.parametrize(
     "args, fix",
     [
         (["--contxt", "1"], "--context"),
         (["--context"], "VALUE"),
         (["--context=1", "--context=2"], "one"),
+        (["--env-file"], "VALUE"),
+        (["--env-file", "a", "--env-file", "b"], "one"),
         (["stray"], "--help"),
     ],
 )
