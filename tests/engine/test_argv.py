@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PARSE = r"""
 import json, sys
+from types import SimpleNamespace
+from flashnext.mapped_table import setting_of
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 parser = make_arg_parser(FlexibleArgumentParser())
@@ -25,7 +27,9 @@ for argv in json.loads(sys.argv[1]):
     out.append({"unknown": unknown, "got": {k: got[k] for k in (
         "pipeline_parallel_size", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching",
         "kv_cache_memory_bytes", "gpu_memory_utilization", "language_model_only", "async_scheduling", "reasoning_parser", "enable_auto_tool_choice",
-        "tool_call_parser", "shutdown_timeout", "additional_config", "override_generation_config", "host", "port")},
+        "tool_call_parser", "shutdown_timeout", "additional_config", "override_generation_config", "host", "port",
+        "safetensors_load_strategy")},
+        "table": setting_of(SimpleNamespace(additional_config=got["additional_config"])),
         "compilation": str(got["compilation_config"]), "sizes": got["compilation_config"].cudagraph_capture_sizes})
 print("JSON" + json.dumps(out))
 """
@@ -58,7 +62,16 @@ def plans() -> list[list[str]]:
 def test_the_real_parser_takes_every_plan(run_pristine):
     argvs = plans()
     assert len(argvs) >= 50
-    results = json.loads(run_pristine(PARSE, json.dumps(argvs)).stdout.split("JSON")[-1])
+    done = run_pristine(f"import sys; sys.path.insert(0, {str(ROOT / 'patches')!r})\n{PARSE}", json.dumps(argvs))
+    results = json.loads(done.stdout.split("JSON")[-1])
+    tables = [result["table"] for result in results]
+    assert {json.dumps(table) for table in tables} == {
+        '{"backing": "checkpoint"}',
+        '{"path": "/t/rows"}',
+        '{"path": "/var/lib/flashnext/table/rows"}',
+        "null",
+    }
+    assert {result["got"]["safetensors_load_strategy"] for result in results} == {None, "lazy"}
     for argv, result in zip(argvs, results, strict=True):
         got = result["got"]
         assert result["unknown"] == [], argv

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from entrypoint import budget, choice
 from entrypoint import plan as p
 from entrypoint.errors import Exit, Refusal
-from entrypoint.machine import Gpu, Machine
+from entrypoint.machine import Gpu, Machine, Mount
+from entrypoint.table_place import Prepared
 from entrypoint.units import GIB, MIB
 from entrypoint.wishes import gather
 
@@ -120,3 +121,60 @@ def test_one_more_card_is_never_worse(machine, environ, mib):
     one_more = replace(box([mib], 1).gpus[0], index=len(machine.gpus), nvml_index=len(machine.gpus))
     assume(len(machine.gpus) < 5)
     assert worth(make(replace(machine, gpus=(*machine.gpus, one_more)), environ)) >= worth(make(machine, environ))
+
+
+kinds = st.sampled_from(["nvme", "ssd", "hdd", "network", "overlay", "memory", "unknown"])
+mounts = st.none() | st.builds(
+    Mount,
+    path=st.just("/x"),
+    mount_point=st.just("/x"),
+    fs_type=st.sampled_from(["ext4", "zfs", "btrfs"]),
+    source=st.just("x"),
+    kind=kinds,
+    read_only=st.sampled_from([None, False, True]),
+    usb=st.sampled_from([None, True]),
+    compressed=st.sampled_from([None, True]),
+    free_bytes=st.none() | st.integers(0, 200 * GIB),
+)
+files = st.none() | st.builds(
+    Prepared,
+    file=st.just("/f"),
+    whole=st.booleans(),
+    trouble=st.sampled_from([None, "it is 77 bytes long"]),
+    reserved_bytes=st.integers(0, 96 * GIB),
+).filter(lambda found: not (found.whole and found.trouble))
+
+
+@_SLOW
+@given(
+    st.builds(box, st.sampled_from([[24_253] * 3, [24_253] * 4, [97_235]]), st.integers(16 * GIB, 260 * GIB)),
+    mounts,
+    mounts,
+    mounts,
+    files,
+    st.sampled_from(["auto", "checkpoint", "prepared", "/f", "pinned"]),
+)
+def test_the_tables_place_keeps_its_promises(machine, model, data, named, found, wish):
+    """On disk it takes nothing of a plan; page-locked it fits beside the same plan or is refused; a file has the room it needs."""
+    disks = {role: m for role, m in {"model": model, "data": data, "table": named}.items() if m is not None}
+    machine = replace(machine, mounts=disks)
+    # the same box with its checkpoint on a drive that nothing is known against
+    plain = make(replace(machine, mounts={}), {})
+    try:
+        asked = gather({}, {"FLASHNEXT_TABLE": wish}, None)
+        made = p.make_plan(machine, p.published(), asked, found)
+    except Refusal as refusal:
+        assert refusal.code in (Exit.PLAN, Exit.TABLE) and re.search(r"\d", refusal.message)
+        if wish == "auto" and not isinstance(plain, Refusal):
+            assert "hard disk" in refusal.message, "nothing but a hard disk is refused where nothing was asked"
+        return
+    assert isinstance(plain, p.Plan) and made.capacity == plain.capacity and made.stages == plain.stages
+    place, table_bytes = made.table, p.published().table_bytes
+    assert place.reason and "\n" not in place.reason and (place.file is None) == (place.backing != "file")
+    assert made.host[-1].bytes == plain.host[-1].bytes - place.pinned_bytes >= p.thumb()["page_cache_bytes"]["value"]
+    assert place.pinned_bytes in (0, 128 * GIB) and bool(place.pinned_bytes) == (wish == "pinned")
+    if place.make:
+        at = disks.get(place.disk)
+        have = None if at is None or at.free_bytes is None else at.free_bytes + (found.reserved_bytes if found else 0)
+        assert have is None or have >= table_bytes + 5 * GIB
+        assert wish != "auto" or (have is not None and at.kind in ("nvme", "ssd") and not at.read_only and not at.usb)
