@@ -141,10 +141,12 @@ def look(
     except Refusal as e:
         seen = replace(seen, checkpoint_refusal=e)
     prepared = None if seen.checkpoint is None else facts.prepared(wishes)
-    file = prepared.file if prepared is not None and prepared.whole else None
+    seen = _planned(seen, prepared)
+    place = None if seen.plan is None else seen.plan.table
+    file = prepared.file if prepared and prepared.whole and (place is None or place.file) else None
     if seen.checkpoint is not None and (pieces := table_pieces(seen.checkpoint, file)):
         seen = replace(seen, probe=prober(pieces))
-    return _planned(seen, prepared)
+    return seen
 
 
 def _planned(seen: Seen, prepared: Prepared | None) -> Seen:
@@ -492,7 +494,7 @@ def _disk(seen: Seen) -> Finding:
     if slow is None:
         return Finding(point, "PASS", words)
     if place is not None and place.disk != "model":
-        return Finding(point, "PASS", f"{words}: {slow}; the table is read {place.words}")
+        return Finding(point, "PASS", f"{words}: {slow}; n-gram table {place.words}")
     fix = "move it to a local NVMe drive: the table is read at random"
     if mount.kind not in ("hdd", "network", "overlay") and not mount.usb:
         fix = (

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from entrypoint import demo, disk_probe, doctor
+from entrypoint import demo, disk_probe, doctor, plan
+from entrypoint import table as table_
 from entrypoint.checkpoint import read_checkpoint
 from entrypoint.disk_probe import Piece, Probe
 from entrypoint.doctor import Seen, judge, look, table_pieces
@@ -24,6 +25,7 @@ from entrypoint.nvml import FakeNvml
 from entrypoint.simulate import simulate
 from entrypoint.units import GIB, MIB
 from entrypoint.wishes import gather
+from tests.support.table_shards import write_table
 from tests.support.trees import Box
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -404,6 +406,40 @@ def test_disk_of_the_checkpoint(facts, verdict, words):
     assert got[0] == verdict and words in got[1], got
 
 
+@pytest.mark.parametrize(
+    ("wish", "free_bytes", "verdict", "words"),
+    [
+        ("auto", 400 * GIB, "PASS", "every row is a message; n-gram table from the prepared file /var/lib"),
+        ("auto", 10 * GIB, "WARN", "every row is a message"),
+        ("checkpoint", 400 * GIB, "WARN", "every row is a message"),
+        ("pinned", 10 * GIB, "PASS", "n-gram table page-locked in host RAM"),
+    ],
+)
+def test_a_slow_disk_is_no_matter_where_the_plan_reads_the_table_elsewhere(wish, free_bytes, verdict, words):
+    base = {"path": "/x", "mount_point": "/x", "source": "/dev/x"}
+    disks = {
+        "model": Mount(**base, kind="network", fs_type="nfs4"),
+        "data": Mount(**base, kind="nvme", fs_type="ext4", free_bytes=free_bytes),
+    }
+    machine = dataclasses.replace(simulate("3x3090", ram="251GiB"), mounts=disks)
+    made = plan.make_plan(machine, plan.published(), gather({}, {"FLASHNEXT_TABLE": wish}, None))
+    found = seen(machine, plan=made)
+    got = point(found, "disk of the checkpoint")
+    assert got[0] == verdict and words in got[1], got
+    assert f"n-gram table {made.table.words}" in point(found, "plan")[1]
+
+
+def test_memlock_counts_a_page_locked_table():
+    machine = dataclasses.replace(simulate("4x3090", ram="251GiB"), memlock_bytes=128 * GIB)
+    wishes = gather({}, {"FLASHNEXT_TABLE": "pinned"}, None)
+    made = plan.make_plan(machine, plan.published(), wishes)
+    assert point(seen(machine, plan=made), "memlock") == (
+        "PASS",
+        "131,072 MiB may be locked, and the plan locks 128.00 GiB",
+        "",
+    )
+
+
 def probed(**facts) -> Probe:
     return Probe(**{"rows_s": 2000.0, "rows_deep_s": 30_000.0, "longest_s": 0.0021, "reads": 1024, **facts})
 
@@ -524,6 +560,29 @@ def test_the_probe_gets_the_tables_bytes(tmp_path, monkeypatch):
     found = look(wishes, nvml=FakeNvml(), prober=prober)
     assert [(p.file.name, p.nbytes) for p in given] == [("model.safetensors", 80 * MIB)]
     assert found.probe.trouble is None and found.probe.rows_deep_s > 0
+
+
+def test_the_probe_reads_a_prepared_file_only_where_it_is_whole_and_used(tmp_path):
+    folder, file = tmp_path / "model", tmp_path / "data" / "table" / "rows"
+    write_table(folder)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": "x"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    file.parent.mkdir(parents=True)
+
+    def pieces(**wishes: str) -> set[str]:
+        given = []
+        asked = gather({"model": str(folder), "data": str(tmp_path / "data"), **wishes}, {}, None)
+        look(asked, nvml=FakeNvml(), prober=lambda some: given.extend(some) or disk_probe.probe(some))
+        return {piece.file.name for piece in given}
+
+    shards = {path.name for path in folder.glob("*.safetensors")}
+    assert pieces() == shards
+    table_.prepare(folder, file)
+    assert pieces() == pieces(table="prepared") == pieces(table=str(file)) == {"rows"}
+    assert pieces(table="checkpoint") == shards
+    Path(f"{file}.json").unlink()
+    assert pieces() == shards
 
 
 def test_without_a_checkpoint_the_plan_is_for_the_published_one(tmp_path):
