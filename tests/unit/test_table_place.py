@@ -150,6 +150,14 @@ def test_a_file_of_another_table_is_left_alone_and_named():
     assert e.code == Exit.TABLE and "another table" in e.message and f"{ROWS}.json" in e.fix
 
 
+def test_two_disks_in_a_file_as_the_documentation_has_it(tmp_path):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    (mounts,) = (block for block in text.split("```") if block.startswith("\nmounts:"))
+    (tmp_path / "box.yaml").write_text(f"cards: 3x3090\nram: 125GiB{mounts}")
+    plan = make(simulate(f"@{tmp_path / 'box.yaml'}"))
+    assert plan.table.make and "network (nfs4)" in plan.table.reason and "400.0 GiB free" in plan.table.reason
+
+
 # --- wishes
 
 
