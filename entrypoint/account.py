@@ -1,4 +1,4 @@
-"""Decides whether a plan has to count the weights anew. The headers of a quarter of a million tensors take two seconds or more.
+"""Decides whether a plan has to count the weights anew. The headers of a quarter of a million tensors take half a second or more.
 
 From the identity of the files (name, size, inode, device, times of last write and last change), and the code that counts. Rules:
 1. a note of the same files, counted by the same code: its bytes by layer and category; only the small files are read.

@@ -1,13 +1,15 @@
 """A header-only checkpoint of the published model's form whose config agrees with its weights, small or whole.
 
 The allocation is that of tests/support/headers.py; `write` takes a function that changes the tensors or the config before
-they are written, which is how a test makes one thing wrong.
+they are written, which is how a test makes one thing wrong. `python -m tests.support.published_form FOLDER` writes the
+whole one with a tokenizer of the published size, for measuring.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,17 @@ def fill_weight_shapes(folder: Path, shape_of: Callable[[str], tuple[int, int]])
                 if name.endswith(".weight_shape"):
                     file.seek(tensor.offset)
                     file.write(struct.pack("<2q", *shape_of(name.removesuffix(".weight_shape"))))
+
+
+def write_published(folder: Path) -> Path:
+    """The whole checkpoint, and a tokenizer.json with as many tokens and merges as the published one."""
+    write(folder, whole=True)
+    vocabulary = {f"{'abcdefghij'[n % 10]}{n}": n for n in range(248_044)}
+    merges = [[f"{n}", f"{n}x"] for n in range(248_000)]
+    content = tokenizer() | {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}}
+    (folder / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    return folder
+
+
+if __name__ == "__main__":
+    print(write_published(Path(sys.argv[1])))
