@@ -52,8 +52,6 @@ def arguments(opt: argparse.Namespace) -> dict:
         base["distributed_executor_backend"] = "mp"
     if opt.dummy:
         base |= {"load_format": "dummy", "max_model_len": 32768}
-    if opt.contexts:
-        base["disable_log_stats"] = False  # requests then come with their times
     return base | json.loads(opt.arguments)
 
 
@@ -133,37 +131,45 @@ def own_reference(asker: Asker, lengths: list[int], most: int) -> dict:
     return {"prompts": prompts}
 
 
+def stream_rate(found: list[list[float]]) -> float:
+    """Tokens per second of all streams together while every one of them decodes. `found`: for each, when each token came."""
+    begin, end = max(times[0] for times in found), min(times[-1] for times in found)
+    if end <= begin:
+        raise ValueError("no time at which every stream decodes: ask for more tokens")
+    return sum(sum(begin < t <= end for t in times) for times in found) / (end - begin)
+
+
 def rates(asker: Asker, contexts: list[int], most: int) -> list[dict]:
     """One request of each context by itself, then STREAMS of the first at once: tokens per second of all of them before and
-    after the first token, and the cards' memory."""
+    after their first tokens, and the cards' memory."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=129, ignore_eos=True, detokenize=False)
+    core = asker.llm.llm_engine
     rows = []
     asker.ask([(tokens_of(700, most), 16)])
     for context, streams in [(context, 1) for context in contexts] + [(contexts[0], STREAMS)]:
-        prompts = [TokensPrompt(prompt_token_ids=tokens_of(context, most)[n:] + [n] * n) for n in range(streams)]
+        # Streams begin one after another: enough tokens that the first still decodes when the last one does.
+        sampling = SamplingParams(temperature=0.0, max_tokens=128 * streams + 1, ignore_eos=True, detokenize=False)
+        came: dict[str, list[float]] = {f"{context}-{n}": [] for n in range(streams)}
         begun = time.monotonic()
-        outputs = asker.llm.generate(prompts, sampling, use_tqdm=False)
-        times = [output.metrics for output in outputs]
+        for n, name in enumerate(came):
+            prompt = TokensPrompt(prompt_token_ids=tokens_of(context + n, most)[n:])
+            core.add_request(name, prompt, sampling)
+        while core.has_unfinished_requests():
+            for output in core.step():
+                new = len(output.outputs[0].token_ids) - len(came[output.request_id])
+                came[output.request_id] += [time.monotonic()] * new
         mine = ["-i", os.environ["CUDA_VISIBLE_DEVICES"]]  # nvidia-smi itself lists every card
         query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         listed = subprocess.run(["nvidia-smi", *mine, *query], capture_output=True, text=True, check=True)
-        # Of several streams: from the last one's first token on, when none is in prefill any more.
-        first, last = max(t.first_token_ts for t in times), max(t.last_token_ts for t in times)
-        decoding = [
-            (t.num_generation_tokens - 1) * min(1.0, (t.last_token_ts - first) / (t.last_token_ts - t.first_token_ts))
-            for t in times
-        ]
         rows.append(
             {
                 "context": context,
                 "streams": streams,
-                "prefill_tokens_per_s": streams * context / (first - min(t.scheduled_ts for t in times)),
-                "decode_tokens_per_s": sum(decoding) / (last - first),
+                "prefill_tokens_per_s": streams * context / (max(times[0] for times in came.values()) - begun),
+                "decode_tokens_per_s": stream_rate(list(came.values())),
                 "cards_mib": [int(line) for line in listed.stdout.split()],
-                "wall_s": time.monotonic() - begun,
             }
         )
         print(f"RATES {json.dumps(rows[-1])}", flush=True)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from . import compare, experiments, trace
+from . import compare, engine, experiments, trace
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +220,11 @@ def test_a_trace_is_summed_up_by_step():
     assert found["card_busy_ms"] == 1.25 and found["streams_busy_ms"] == {"7": 1.0, "9": 0.5}
     assert found["launches"] == 1 and found["waits"] == {"cudaEventSynchronize": 0.5}
     assert found["kernels"] == [["a", 1.0, 1.0], ["copy", 0.5, 0.5]]
+
+
+def test_the_rate_of_streams_counts_while_all_of_them_decode():
+    every_ten_ms = [[start + n * 0.01 for n in range(200)] for start in (0.0, 0.5, 1.0)]
+    assert engine.stream_rate(every_ten_ms) == pytest.approx(300, rel=0.02)
+    assert engine.stream_rate(every_ten_ms[:1]) == pytest.approx(100, rel=0.01)
+    with pytest.raises(ValueError, match="more tokens"):
+        engine.stream_rate([[0.0, 1.0], [2.0, 3.0]])
