@@ -335,6 +335,22 @@ def _startup(state: dict[str, Any]) -> str | None:
     return "WARN not as planned: " + ("; ".join(found["deviations"]) or "the engine said no figure of the plan")
 
 
+def _row(
+    service: str | None, runs: str, health: str | None, detail: str | None, state: dict[str, Any]
+) -> dict[str, Any]:
+    """A line of `status`: what Docker or the process table says, and what the run's own state file does."""
+    repaired = "; ".join(f"repaired: {words}" for words in state.get("repaired") or [])
+    return {
+        "service": service,
+        "state": runs,
+        "phase": state.get("label"),
+        "health": health,
+        "detail": detail or state.get("reason"),
+        "repaired": repaired or None,
+        "startup": _startup(state),
+    }
+
+
 def _local() -> dict[str, Any] | None:
     """The state of a run without Docker that is alive, else None."""
     state = _json(_text(LOCAL / "state.json"))
@@ -393,37 +409,20 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
     rows = []
     if (state := _local()) is not None:
         health = _json(_module("healthcheck", "--state-dir", str(LOCAL), "--json", capture=True).stdout)
-        rows.append(
-            {
-                "service": "demo (no Docker)",
-                "state": "running",
-                "phase": state["label"],
-                "health": health.get("status"),
-                "detail": health.get("detail"),
-                "startup": _startup(state),
-            }
-        )
+        rows.append(_row("demo (no Docker)", "running", health.get("status"), health.get("detail"), state))
     else:
         client = connect(timeout_s=60)
         for name in _compose("ps", "--all", "--quiet", capture=True).stdout.split():
             c = client.containers.get(name)
             s = c.attrs["State"]
-            phase = {}
+            state = {}
             if s["Status"] == "running":
                 code, out = c.exec_run(["cat", "/run/flashnext/state.json"])
-                phase = _json(out.decode("utf-8", "replace")) if code == 0 else {}
+                state = _json(out.decode("utf-8", "replace")) if code == 0 else {}
             words = ((s.get("Health") or {}).get("Log") or [{}])[-1].get("Output", "").strip()
-            rows.append(
-                {
-                    "service": c.labels.get("com.docker.compose.service"),
-                    "state": s["Status"] if s["Status"] == "running" else f"{s['Status']} ({s['ExitCode']})",
-                    "phase": phase.get("label"),
-                    "health": (s.get("Health") or {}).get("Status"),
-                    "detail": words or phase.get("reason"),
-                    "repaired": "; ".join(f"repaired: {r}" for r in phase.get("repaired") or []) or None,
-                    "startup": _startup(phase),
-                }
-            )
+            runs = s["Status"] if s["Status"] == "running" else f"{s['Status']} ({s['ExitCode']})"
+            service = c.labels.get("com.docker.compose.service")
+            rows.append(_row(service, runs, (s.get("Health") or {}).get("Status"), words, state))
     good = any(r["health"] in {"healthy", "busy"} for r in rows)
     if as_json:
         print(json.dumps(rows, indent=1))
