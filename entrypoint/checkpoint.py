@@ -696,20 +696,24 @@ def read_text_config(config: Mapping[str, Any], file: str = "config.json") -> Te
 def _small_files(folder: Path) -> tuple[Mapping[str, Any] | None, bool, bool]:
     """(generation config, is there a tokenizer, is there a chat template)."""
 
-    def there(name: str) -> bool:
+    def start(name: str) -> bytes | None:
         path = folder / name
         if not (path.exists() or path.is_symlink()):
-            return False
+            return None
         size_of(path, name)
-        refuse_pointer(start_of(path, name, 256), name)
-        return True
+        found = start_of(path, name, 256)
+        refuse_pointer(found, name)
+        return found
+
+    def there(name: str) -> bool:
+        return start(name) is not None
 
     def content(name: str) -> dict[str, Any] | None:
         return read_json(folder / name, name) if there(name) else None
 
     generation = content("generation_config.json")
     tokenizer = there("tokenizer.json") or there("tokenizer.model") or (there("vocab.json") and there("merges.txt"))
-    template = there("chat_template.jinja") or there("chat_template.json")
+    template = any((start(name) or b"").strip() for name in ("chat_template.jinja", "chat_template.json"))
     if not template:
         template = bool((content("tokenizer_config.json") or {}).get("chat_template"))
     return generation, tokenizer, template

@@ -656,9 +656,8 @@ def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:
     if not checkpoint.tokenizer:
         found.add("ERROR", "tokenizer", "there is no tokenizer", "download tokenizer.json of the same repository")
     if not checkpoint.chat_template:
-        found.add(
-            "WARN", "chat template", "there is no chat template", "download chat_template.jinja of the same repository"
-        )
+        what = "there is no chat template, without which the engine answers no chat request"
+        found.add("WARN", "chat template", what, "download chat_template.jinja of the same repository")
     if tokens.refused:
         found.add("ERROR", "tokenizer", *tokens.refused)
     size = checkpoint.text.vocab_size

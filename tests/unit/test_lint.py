@@ -418,6 +418,40 @@ def test_whole_model_costs_little_more_than_parsing_its_json(tmp_path):
     assert min(turn["command"] / turn["parsing"] for turn in spent) < 2.1, spent
 
 
+NO_TEMPLATE = "WARN chat template: there is no chat template, without which the engine answers no chat request"
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ({}, True),
+        ({"chat_template.jinja": "{{ messages }}"}, False),
+        ({"chat_template.jinja": " \n"}, True),
+        ({"chat_template.json": '{"chat_template": "{{ messages }}"}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "default", "template": "{{ messages }}"}]}'}, False),
+        ({"tokenizer_config.json": '{"chat_template": ""}'}, True),
+        ({"tokenizer_config.json": '{"chat_template": null}'}, True),
+        ({"tokenizer_config.json": "{}"}, True),
+        ({"chat_template.jinja": "", "tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, False),
+    ],
+)
+def test_a_missing_chat_template_is_a_warning(tmp_path, capsys, files, missing):
+    folder = form.write(tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    report = examined(folder)
+    assert messages(report) == ([NO_TEMPLATE] if missing else [])
+    assert [f.fix for f in report.findings] == ["download chat_template.jinja of the same repository"] * missing
+    assert [f.repair for f in report.findings] == [None] * missing  # nothing that a corrected copy could make up
+    lint.refuse(report)  # an engine without one still completes plain prompts
+    lint.show(report, terminal.console())
+    said = capsys.readouterr().out
+    assert (f"{NO_TEMPLATE}\n  Fix: download chat_template.jinja of the same repository\n" in said) is missing
+    assert f"0 errors, {int(missing)} warnings" in said
+
+
 def test_json_of_a_report(tmp_path):
     report = examined(form.write(tmp_path / "m", _all_linear))
     again = json.loads(json.dumps(report.as_dict()))
