@@ -2,8 +2,8 @@
 
     python3 tests/gpu/sections.py --site SITE [--out FILE] [--budget SECONDS] [--quick]
 
-NOT YET RUN ON A CARD. What ran is `--rehearse`: the same program on a CPU, tiny, with the steps in plain PyTorch, without the
-stock kernel and without streams. It shows that the program works and measures nothing.
+`--quick` ran on an H200 (docs/gpu.md); the contexts above 32,768 and the sweeps have not. `--rehearse` is the same program on a CPU,
+tiny, with the steps in plain PyTorch, without the stock kernel and without streams: it measures nothing.
 
 SITE holds the patched vllm/ and flashnext/. One QSA layer of the model, 512 rows at the end of contexts of 4,000, 32,768,
 131,072 and 248,000 tokens; random K/V. Selections: `spread`, each row chooses by itself, which is the most that the link can be
