@@ -43,7 +43,7 @@ class Experiment:
     lengths: prompts of so many tokens, whose answers are a reference for others. contexts: rates at these, with dummy weights.
     against: the experiment whose answers or rates, of the same run, this one is judged by: answers have to be there before,
     rates are judged by `hold_rates` at the end. rounds: how often all prompts are asked again four at a time. boots: how often the engine is started and stopped, one after another.
-    trace: with tests/support/step_trace, whose lines are in the experiment's log.
+    trace: with tests/support/step_trace, whose lines are in the experiment's log. flat_table: the table is the checkpoint's prepared file.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Experiment:
     rounds: int = 0
     boots: int = 1
     trace: bool = False
+    flat_table: bool = False
 
     @property
     def host_kv(self) -> bool:
@@ -67,7 +68,7 @@ class Experiment:
 
     @property
     def dummy(self) -> bool:
-        return self.variant == "full-shapes"
+        return self.variant.startswith("full-")
 
 
 MARLIN, TRITON = {"moe_backend": "marlin"}, {"moe_backend": "triton"}
@@ -86,6 +87,8 @@ LONG = {"max_model_len": 24_576}
 LENGTHS = (1, 2, 3, 511, 512, 513, 2_050, 2_051, 4_097, 6_079, 6_080, 6_081, 12_161, 13_000, 20_000)
 FAR = {"max_model_len": 262_144, "max_num_seqs": 4}
 CONTEXTS = (4_096, 32_768, 131_072, 253_952)
+PIECEWISE = {"compilation_config": {"mode": 0, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4]}}
+NEAR = {"kv_cache_memory_bytes": 4_000_000_000}
 
 EXPERIMENTS = (
     Experiment("mixed-1", "mixed", 1, 420, MARLIN),
@@ -138,6 +141,12 @@ EXPERIMENTS = (
         contexts=CONTEXTS,
         against="full-1-rates",
     ),
+    # A table of 5.1 GB: rows from a file in the page cache, before the forward pass or between pieces of it; upstream's pinned memory.
+    Experiment("full-1-table", "full-table", 1, 300, MARLIN | NEAR, contexts=(4_096,), flat_table=True),
+    Experiment(
+        "full-1-table-piecewise", "full-table", 1, 300, MARLIN | NEAR | PIECEWISE, contexts=(4_096,), flat_table=True
+    ),
+    Experiment("full-1-table-pinned", "full-table", 1, 300, MARLIN | NEAR, contexts=(4_096,)),
 )
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -160,9 +169,13 @@ class Place:
 
 
 def arguments_of(experiment: Experiment, place: Place) -> dict:
-    if place.cards(experiment) == experiment.stages:
-        return experiment.arguments
-    return experiment.arguments | {"gpu_memory_utilization": round(0.9 / experiment.stages, 2)}
+    more: dict = {}
+    if experiment.flat_table:
+        file = place.checkpoint(experiment) / "table"  # tests/support/checkpoints.TABLE_FILE
+        more["additional_config"] = {"flashnext": {"table": {"path": str(file)}}}
+    if place.cards(experiment) < experiment.stages:
+        more["gpu_memory_utilization"] = round(0.9 / experiment.stages, 2)
+    return experiment.arguments | more
 
 
 def reference_of(experiment: Experiment, place: Place) -> pathlib.Path:

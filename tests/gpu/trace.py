@@ -2,7 +2,7 @@
 
     python3 tests/gpu/trace.py --model DIR --out FILE [--layers N] [--context N] [--arguments JSON]
 
-DIR is the `full-shapes` checkpoint of tests/support/checkpoints.py (config and tokenizer only). For four steps in the middle
+DIR is the `full-shapes` or `full-table` checkpoint of tests/support/checkpoints.py (config and tokenizer, and a prepared table). For four steps in the middle
 of a prefill, three times (plainly timed, under cProfile, under torch.profiler), then for 32 decoding steps (plainly, then
 torch.profiler), one JSON document: milliseconds a step, time in which the card had work (the union over its streams, and
 each stream by itself), launches, calls that wait for the card, the largest kernels, and the largest Python functions.
@@ -29,7 +29,7 @@ def smaller(model: pathlib.Path, layers: int) -> pathlib.Path:
     """A copy of the checkpoint's small files with its first `layers` layers only."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="trace-"))
     for file in model.iterdir():
-        if file.is_file():
+        if file.suffix != "" and file.is_file():  # not the table
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)

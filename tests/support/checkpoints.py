@@ -28,6 +28,7 @@ VARIANT is one of
   int6-embed       `mixed` with a 6-bit embed_tokens
   int6-padded      `mixed` with INT6 packed five to a word, as compressed-tensors 0.17 does
   full-shapes      config and tokenizer only: 48 layers, 512 experts, for --load-format dummy
+  full-table       the same with a table of 16 million rows, and that table as a prepared file `table` of 5.1 GB
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ VARIANTS = (
     "int6-embed",
     "int6-padded",
     "full-shapes",
+    "full-table",
 )
 SHARD_BYTES = 12 << 20
 """Size at which a new shard file begins: small, so that even this checkpoint has several."""
@@ -133,6 +135,8 @@ FULL = Shape(
     eos=248044,
 )
 """The published model's dimensions, but for ngram_base: dummy weights do not need a table of 95 GiB."""
+FULL_SHAPES = {"full-shapes": FULL, "full-table": dataclasses.replace(FULL, ngram_base=1_000_000)}
+TABLE_FILE = "table"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,8 +454,8 @@ def scheme_of(tensor: Tensor, by_role: dict[str, Scheme]) -> Scheme | None:
 
 
 def shape_of(variant: str) -> Shape:
-    if variant == "full-shapes":
-        return FULL
+    if variant in FULL_SHAPES:
+        return FULL_SHAPES[variant]
     base = dataclasses.replace(TINY, eos=tokenizer().token_to_id("<|endoftext|>"))
     return dataclasses.replace(base, table_layers=(6,)) if variant == "table-elsewhere" else base
 
@@ -678,7 +682,9 @@ def write(
     config = wrapper_config(shape) if wrapper else text_config(shape)
     quantization = quantization_config(shape, variant, prefix)
     write_side_files(out, shape, config | ({"quantization_config": quantization} if quantization else {}))
-    if variant == "full-shapes":
+    if variant in FULL_SHAPES:
+        if variant == "full-table":
+            write_flat_table(out / TABLE_FILE, shape.table_rows, shape.table_dim)
         return
     stored: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
@@ -690,6 +696,21 @@ def write(
     if plain:
         write_side_files(plain, shape, config | {"dtype": "float32"})
         save_sharded(plain, iter(values.items()))
+
+
+def write_flat_table(file: pathlib.Path, rows: int, columns: int) -> None:
+    """A prepared table of small finite values, and its marker: what `flashnext prepare` leaves, without a checkpoint to make it from."""
+    from flashnext import table_store
+
+    piece = value(Tensor("piece of a table", (1 << 16, columns), gain=0.02), 0).view(torch.uint8).numpy().tobytes()
+    left = rows * columns * 2
+    with file.open("wb") as stream:
+        while left:
+            left -= stream.write(piece[:left])
+    whole = table_store.Table([table_store.Part(str(file), 0, rows)], rows, columns, "BF16")
+    marker = {"format": table_store.MARKER_FORMAT, "dtype": "BF16", "rows": rows, "columns": columns}
+    table_store.marker_of(file).write_text(json.dumps(marker | {"identity": whole.identity()}))
+    whole.close()
 
 
 def digest(folder: pathlib.Path) -> str:
