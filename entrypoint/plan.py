@@ -55,7 +55,7 @@ __all__ = [
     "thumb",
 ]
 
-NOT_YET = "nothing of this plan has run on a 24 GB card yet, and K/V in host RAM is tested on a CPU only (README, What works today)"
+NOT_YET = "nothing of this plan has run on a 24 GB card yet (README, What works today)"
 
 
 @dataclass(frozen=True, kw_only=True)
