@@ -562,8 +562,8 @@ def test_a_header_is_read_alike_at_once_and_entry_by_entry(tmp_path, text, at_on
     content = text.encode()
     path = write_raw(tmp_path / "m.safetensors", content, 16)
     start = 8 + len(content)
-    assert (checkpoint_._whole_at_once(content, path.name, start, start + 16) is not None) is at_once
-    assert checkpoint_._whole_at_once(content, path.name, start, start + 17) is None
+    assert (checkpoint_._whole_at_once(content, start, start + 16) is not None) is at_once
+    assert checkpoint_._whole_at_once(content, start, start + 17) is None
     clean(path)
 
 
