@@ -10,6 +10,7 @@ Then it waits, showing the boot phases, until the healthcheck has had a real tok
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,8 +155,28 @@ def _server_image(client, tag: str, base: str) -> None:
     _built("build", "--base", base, "--tag", tag, "--context", str(REPOSITORY))
 
 
+def _start(client, service: str) -> subprocess.CompletedProcess:
+    """`compose up`, and meanwhile what `prepare` says of its progress: it may have a table of 95 GiB to copy."""
+    project, begun, said = _config()["name"], int(time.time()), 0
+    label = [f"com.docker.compose.project={project}", "com.docker.compose.service=prepare"]
+    with ThreadPoolExecutor(1) as pool:
+        up = pool.submit(_compose, "up", "--detach", "--no-build", service, capture=True)
+        while True:
+            ended, lines = up.done(), []
+            with contextlib.suppress(docker.errors.APIError):  # compose is just replacing the container
+                for container in client.containers.list(all=True, filters={"label": label}):
+                    lines += container.logs(stdout=False, since=begun).decode("utf-8", "replace").splitlines()
+            told = [line for line in lines if line.startswith("flashnext: ")]
+            for line in told[said:]:
+                err.print(line)
+            said = len(told)
+            if ended:
+                return up.result()
+            time.sleep(_TURN_S)
+
+
 def _up_compose(client, service: str) -> None:
-    done = _compose("up", "--detach", "--no-build", service, capture=True)
+    done = _start(client, service)
     if done.returncode:
         _compose_failed(client, done.stderr)
     found = _compose("ps", "--all", "--quiet", service, capture=True).stdout.split()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from build import host
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,32 @@ def test_a_mistake_reaches_the_user_with_its_code(engine, cpu_base_image, base_i
     done = launcher("up", env=env)
     assert done.returncode == 2
     assert [line.split(":")[0] for line in done.stderr.strip().splitlines()[-2:]] == ["ERROR", "Fix"]
+
+
+def test_what_prepare_tells_is_passed_on_while_compose_starts(engine, base_image, monkeypatch, capsys):
+    """A container as compose labels `prepare`'s; compose itself, which would need cards here, is what waits for it."""
+    project = f"fn-{uuid.uuid4().hex[:8]}"
+    labels = {"com.docker.compose.project": project, "com.docker.compose.service": "prepare"}
+    words = "for n in 1 2 3; do echo flashnext: table: $n of 3 >&2; echo noise; sleep 1; done; echo other >&2"
+    seen = []
+
+    def compose(*words_, capture):
+        running = engine.containers.run(base_image, ["sh", "-c", words], labels=labels, detach=True)
+        try:
+            while engine.containers.get(running.id).status != "exited":
+                time.sleep(0.2)
+            time.sleep(2.5)  # a turn of the loop
+            return subprocess.CompletedProcess(words_, 0, "", "")
+        finally:
+            seen.append(capsys.readouterr().err)
+            running.remove(force=True)
+
+    monkeypatch.setattr(host, "_config", lambda: {"name": project})
+    monkeypatch.setattr(host, "_compose", compose)
+    assert host._start(engine, "server").returncode == 0
+    told = [f"flashnext: table: {n} of 3" for n in (1, 2, 3)]
+    assert seen[0].splitlines() == told, "before compose came back"
+    assert capsys.readouterr().err == ""
 
 
 def test_up_and_down_without_docker():
