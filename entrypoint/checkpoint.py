@@ -305,8 +305,8 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(nbytes for _, nbytes in self.tensors.sizes())
+        """Bytes of all tensors, which fill the files behind their headers."""
+        return sum(shard.size_bytes - shard.header_bytes for shard in self.shards)
 
     @property
     def has_weights(self) -> bool:

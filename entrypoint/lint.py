@@ -622,19 +622,19 @@ class _Tokens:
     refused: tuple[str, str] | None = None
 
 
-def _token_ids(text: bytes, name: str) -> set[int] | None:
+def _token_ids(text: bytes, name: str) -> list[int] | None:
     """The ids of a tokenizer.json; None where it holds no vocabulary. Raises Refusal."""
     found = quick(_TOKENIZER, text)
     if found is not None:
-        return {*found.model.vocab.values(), *(token.id for token in found.added_tokens)}
+        return [*found.model.vocab.values(), *(token.id for token in found.added_tokens)]
     content = parse_object(text, name)
     model, added = content.get("model"), content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, (dict, list)):
         return None
-    ids = {i for i in vocab.values() if type(i) is int} if isinstance(vocab, dict) else set(range(len(vocab)))
+    ids = [i for i in vocab.values() if type(i) is int] if isinstance(vocab, dict) else list(range(len(vocab)))
     if isinstance(added, list):
-        ids |= {t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int}
+        ids += [t["id"] for t in added if isinstance(t, dict) and type(t.get("id")) is int]
     return ids
 
 
@@ -648,7 +648,8 @@ def _tokens(folder: Path, wanted: Sequence[int]) -> _Tokens:
         return _Tokens(refused=(refusal.message, refusal.fix))
     if ids is None:
         return _Tokens(refused=("tokenizer.json holds no vocabulary", "download tokenizer.json again"))
-    return _Tokens(max(ids), tuple(i for i in wanted if i not in ids)) if ids else _Tokens()
+    lacks = set(wanted).difference(ids)
+    return _Tokens(max(ids), tuple(i for i in wanted if i in lacks)) if ids else _Tokens()
 
 
 def _check_small_files(checkpoint: Checkpoint, found: Findings) -> None:

@@ -73,11 +73,11 @@ def test_a_checkpoint_of_170_gb_is_read_by_its_headers(full):
     weights = checkpoint.weights
     spent_s, read_bytes = time.process_time() - start, bytes_read_so_far() - before
     assert size_bytes > 171e9
-    assert read_bytes < 90e6, read_bytes  # 56 MB of JSON, the rest what the second process sends
-    assert spent_s < 4, spent_s  # 1.5 s with both cores busy, 0.7 of it the JSON itself
+    assert read_bytes < 60e6, read_bytes  # the JSON once
+    assert spent_s < 4, spent_s  # 0.6 to 0.9 s; tests/unit/test_lint.py has the bar
     assert gc.isenabled()
     assert len(checkpoint.tensors) == 228_367
-    assert checkpoint.total_bytes == sum(shard.size_bytes - shard.header_bytes for shard in checkpoint.shards)
+    assert checkpoint.total_bytes == sum(nbytes for _, nbytes in checkpoint.tensors.sizes())
     assert len(weights.layers) == 48
 
 
