@@ -8,7 +8,7 @@ From `--additional-config '{"flashnext": {"host_kv": {"max_bytes": N, "arena_byt
    block id lies in host memory under the same id.
 
 `max_bytes` caps what all stages reserve on the host. `arena_bytes` is the size of the buffer on the card through which prefill
-reads the context (section_prefill).
+reads the context (section_prefill). With `"hot_rows": true` decoding rows keep on the card what the step before selected (hot_rows).
 
 What keeps upstream's code right:
 - `layer.kv_cache` stays the placeholder on the card. The zeroing of new blocks goes by it; over the host rows it would write a
@@ -32,6 +32,7 @@ import torch
 from vllm.logger import init_logger
 
 from flashnext import block_size, host_pool
+from flashnext.hot_rows import HotRows
 from flashnext.section_prefill import SectionPrefill, Span
 
 logger = init_logger("vllm.flashnext.host_kv")
@@ -44,6 +45,7 @@ cuda = host_pool.Cuda()
 class Setting:
     max_bytes: int
     arena_bytes: int
+    hot_rows: bool = False
 
 
 def setting_of(vllm_config: Any) -> Setting | None:
@@ -60,7 +62,12 @@ def setting_of(vllm_config: Any) -> Setting | None:
         if name not in names:
             raise ValueError(f"flashnext: additional_config.flashnext.host_kv has {name!r}, which is not known. {fix}")
         value = setting.get(name)
-        if type(value) is not int or value <= 0:
+        if name == "hot_rows":
+            if type(setting.get(name, False)) is not bool:
+                raise ValueError(
+                    f"flashnext: additional_config.flashnext.host_kv.hot_rows is {value!r}. Fix: true or false"
+                )
+        elif type(value) is not int or value <= 0:
             raise ValueError(
                 f"flashnext: additional_config.flashnext.host_kv.{name} is {value!r}, no number of bytes. {fix}"
             )
@@ -135,6 +142,8 @@ def _backend(stock: type) -> type:
         def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             metadata.host_batch = Batch.of(common_attn_metadata)
+            layer = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
+            layer.host_kv.begin_step(common_attn_metadata, metadata.host_batch)
             return metadata
 
     class HostRowsBackend(stock):
@@ -200,6 +209,8 @@ class HostKV:
         self.names: list[str] = []  # layers, in order
         self.kv_heads, self.head_dim, self.query_heads = layer.num_kv_heads, layer.head_dim, layer.num_heads
         self.selection_width = layer.indexer.output_width
+        self.ratio = layer.indexer.compress_ratio
+        self.hot: HotRows | None = None
         self.engine_layers = sum(block_size.qsa_layers(vllm_config))
         self.block_tokens = block_size.computed(vllm_config)
         self.pool: host_pool.HostPool | None = None
@@ -251,6 +262,23 @@ class HostKV:
                 f"flashnext: {error}. Fix: another additional_config.flashnext.host_kv.arena_bytes"
             ) from None
 
+    def _hot_rows(self, device: torch.device) -> HotRows:
+        if not self.vllm_config.use_v2_model_runner:
+            raise ValueError(
+                "flashnext: rows that stay on the card need the requests' numbers, which vLLM's model runner V1 does not give. Fix: no "
+                "VLLM_USE_V2_MODEL_RUNNER=0, or no additional_config.flashnext.host_kv.hot_rows"
+            )
+        return HotRows(
+            layers=len(self.names),
+            requests=self.vllm_config.scheduler_config.max_num_seqs,
+            context=self.vllm_config.model_config.max_model_len,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            groups=self.selection_width // self.ratio,
+            ratio=self.ratio,
+            device=device,
+        )
+
     # -- memory
 
     def bind(self, name: str, placeholder: torch.Tensor) -> None:
@@ -268,6 +296,8 @@ class HostKV:
         if self.pool is None or self.is_measuring != measuring or (measuring and self.blocks != blocks):
             if self.pool is not None and not self.is_measuring:
                 raise RuntimeError("the engine measures CUDA graphs after its K/V pool was bound")
+            if self.setting.hot_rows and self.hot is None:
+                self.hot = self._hot_rows(placeholder.device)
             self._allocate(blocks, measuring)
         if blocks != self.blocks:
             raise RuntimeError(f"captured graphs read the pool of {self.blocks} blocks, and {name} has {blocks}")
@@ -321,6 +351,32 @@ class HostKV:
             pool.release()
 
     # -- a step
+
+    def begin_step(self, common: Any, batch: "Batch") -> None:
+        """Before the first attention of a step. Graphs are captured without requests (`req_idx` is None)."""
+        if self.hot is not None:
+            requests = [] if common.req_idx is None else common.req_idx.tolist()
+            self.hot.begin_step(requests, batch.starts, batch.lengths if batch.is_close else None)
+
+    def decode(
+        self,
+        name: str,
+        query: torch.Tensor,
+        table: torch.Tensor,
+        selection: torch.Tensor,
+        owner: torch.Tensor,
+        out: torch.Tensor,
+        gate: torch.Tensor,
+    ) -> None:
+        """Attention of decoding rows, over the host rows or what is kept of them on the card."""
+        from vllm.models.qwen4_exp.nvidia.ops import qsa as ops
+
+        pool = self.rows(name)
+        if self.hot is not None and len(query) <= self.hot.requests:
+            self.hot.attend(self.names.index(name), query, pool, table, selection, owner, gate, out)
+            return
+        keys, values = pool.split(self.head_dim, dim=-1)
+        ops.qsa_sparse_paged_attention(query, keys, values, selection, table, owner, False, out, output_gate=gate)
 
     def rows(self, name: str) -> torch.Tensor:
         """bf16 [blocks, block size, kv heads, K | V] of layer `name`, as the card sees it."""
@@ -378,32 +434,30 @@ def fetch_ahead(host: HostKV, name: str, side: Any) -> None:
 
 
 def attend(layer: Any, query: torch.Tensor, metadata: Any, side: Any, output: torch.Tensor, gate: torch.Tensor) -> bool:
-    """Attention of a batch that has rows in prefill, into `output` [rows, heads, dim]; False: none, upstream's way will do.
+    """Attention of a batch into `output` [rows, heads, dim], where it has rows in prefill or decoding rows are kept on the card; False:
+    neither, upstream's way will do.
 
     `metadata` is the main cache's, `side` that of an index cache, which knows how many rows decode. The layer's selection is
     there and this step's K/V are written.
     """
     host: HostKV | None = layer.host_kv
-    if host is None or side.num_prefills == 0:
+    if host is None or (side.num_prefills == 0 and host.hot is None):
         return False
-    from vllm.models.qwen4_exp.nvidia.ops import qsa as ops
-
     decodes, tokens = side.num_decode_tokens, metadata.num_actual_tokens
     pool, selection, table = host.rows(layer.layer_name), layer.topk_indices_buffer, metadata.block_table
     output.zero_()
     if decodes:
-        keys, values = pool.split(layer.head_dim, dim=-1)
-        ops.qsa_sparse_paged_attention(
+        host.decode(
+            layer.layer_name,
             query[:decodes],
-            keys,
-            values,
-            selection[:decodes],
             table,
+            selection[:decodes],
             side.token_to_req[:decodes],
-            False,
             output[:decodes],
-            output_gate=gate[:decodes],
+            gate[:decodes],
         )
+    if side.num_prefills == 0:
+        return True
     spans = metadata.host_batch.spans(side.num_decodes, decodes, tokens - decodes)
     prefill = slice(decodes, tokens)
     host.sections(

@@ -97,6 +97,7 @@ _REFUSALS = {
     "missing key": ({"max_bytes": 1}, None, {}, f"host_kv.arena_bytes is None, no number of bytes. {_KNOWN}"),
     "text": ({"max_bytes": "4G", "arena_bytes": 1}, None, {}, "host_kv.max_bytes is '4G', no number of bytes."),
     "truth": ({"max_bytes": True, "arena_bytes": 1}, None, {}, "host_kv.max_bytes is True, no number of bytes."),
+    "kept rows": ({"max_bytes": 1, "arena_bytes": 1, "hot_rows": 1}, None, {}, "host_kv.hot_rows is 1. Fix: true or false"),
     "zero": ({"max_bytes": 1, "arena_bytes": 0}, None, {}, "host_kv.arena_bytes is 0, no number of bytes."),
     "no dictionary": ([1], None, {}, f"host_kv is [1]. {_KNOWN}"),
     "tensor parallelism": (

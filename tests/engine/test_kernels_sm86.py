@@ -51,7 +51,14 @@ with recording() as found:
         allocated.append(during.bytes)
 with Allocations() as check:
     torch.empty(5, dtype=torch.int8)
-print(json.dumps({"warm": warm, "rows": table(found), "allocated": allocated, "check": check.bytes}))
+
+from flashnext.hot_rows import HotRows
+
+hot = HotRows(layers=1, requests=4, context=262_144, kv_heads=KV, head_dim=DIM, groups=512, ratio=4, device="cpu")
+with recording() as kept:
+    for rows in (1, 2, 4):
+        hot.bring(0, pool, block_table, selection[:rows])
+print(json.dumps({"warm": warm, "rows": table(found), "allocated": allocated, "check": check.bytes, "hot": table(kept)}))
 """
 
 _UPSTREAM = """
@@ -130,7 +137,7 @@ def show(rows: list[dict]) -> None:
 def ours(run_patched, needs_triton):
     needs_triton()
     value = run_patched(_OURS).value
-    show(value["rows"])
+    show(value["rows"] + value["hot"])
     return value
 
 
@@ -147,6 +154,15 @@ def test_our_kernels_fit_and_do_not_spill(ours):
     for row in ours["rows"]:
         assert row["shared"] <= SHARED_BYTES, row
         assert row["spill_store"] == row["spill_load"] == 0, row
+
+
+def test_kernels_of_rows_that_stay_on_the_card_fit_and_do_not_spill(ours):
+    assert {row["kernel"] for row in ours["hot"]} == {"place_kernel", "fetch_kernel"}
+    for row in ours["hot"]:
+        assert row["shared"] <= SHARED_BYTES, row
+        assert row["spill_store"] == row["spill_load"] == 0, row
+    [fetch] = [row for row in ours["hot"] if row["kernel"] == "fetch_kernel"]
+    assert "ld.global.v4.b32" in fetch["loads"] and "st.global.v4.b32" in fetch["loads"], fetch
 
 
 def test_two_blocks_of_attention_share_a_multiprocessor(ours):

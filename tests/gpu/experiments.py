@@ -75,14 +75,14 @@ MARLIN, TRITON = {"moe_backend": "marlin"}, {"moe_backend": "triton"}
 TABLE_ON_DISK = {"additional_config": {"flashnext": {"table": {"backing": "checkpoint"}}}}
 
 
-def host_kv(max_bytes: int, arena_bytes: int, **arguments) -> dict:
-    return arguments | {
-        "additional_config": {"flashnext": {"host_kv": {"max_bytes": max_bytes, "arena_bytes": arena_bytes}}}
-    }
+def host_kv(max_bytes: int, arena_bytes: int, hot_rows: bool = False, **arguments) -> dict:
+    setting = {"max_bytes": max_bytes, "arena_bytes": arena_bytes, "hot_rows": hot_rows}
+    return arguments | {"additional_config": {"flashnext": {"host_kv": setting}}}
 
 
 # Blocks of 6,080 tokens on one stage and 12,160 on two: 74 of them, 1.7 or 3.4 GiB of host memory; the arena takes 8 or 4.
 TINY_HOST = host_kv(8 << 30, 4 * 12_160 * 2_048, kv_cache_memory_bytes=60_000_000)
+TINY_HOT = host_kv(8 << 30, 4 * 12_160 * 2_048, hot_rows=True, kv_cache_memory_bytes=60_000_000)
 LONG = {"max_model_len": 24_576}
 LENGTHS = (1, 2, 3, 511, 512, 513, 2_050, 2_051, 4_097, 6_079, 6_080, 6_081, 12_161, 13_000, 20_000)
 FAR = {"max_model_len": 262_144, "max_num_seqs": 4}
@@ -123,6 +123,9 @@ EXPERIMENTS = (
     Experiment("bf16-1-long", "bf16", 1, 420, TRITON | LONG, lengths=LENGTHS),
     Experiment("bf16-1-long-host", "bf16", 1, 540, TRITON | LONG | TINY_HOST, against="bf16-1-long", rounds=14),
     Experiment("bf16-2-long-host", "bf16", 2, 540, TRITON | LONG | TINY_HOST, against="bf16-1-long", rounds=14),
+    # Decoding rows keep on the card what the step before selected.
+    Experiment("mixed-2-hot", "mixed", 2, 300, MARLIN | TINY_HOT),
+    Experiment("bf16-1-long-hot", "bf16", 1, 540, TRITON | LONG | TINY_HOT, against="bf16-1-long", rounds=14),
     # The bars of compare.BARS, full shapes on one card of 139 GiB.
     Experiment(
         "full-1-rates",
@@ -138,6 +141,15 @@ EXPERIMENTS = (
         1,
         560,
         MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, kv_cache_memory_bytes=470_000_000),
+        contexts=CONTEXTS,
+        against="full-1-rates",
+    ),
+    Experiment(
+        "full-1-rates-hot",
+        "full-shapes",
+        1,
+        560,
+        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, hot_rows=True, kv_cache_memory_bytes=470_000_000),
         contexts=CONTEXTS,
         against="full-1-rates",
     ),
