@@ -67,8 +67,8 @@ def _refuse_what_shares_rows(vllm_config: Any, etp_size: int) -> None:
     ):
         if wrong:
             raise ValueError(
-                f"flashnext: the table on disk does not work with {what}. Fix: leave that out, or leave "
-                f"additional_config.flashnext.table out to keep the table in host memory"
+                f"flashnext: the table on disk does not work with {what}. Fix: leave that out, or keep "
+                f"the table in host memory (FLASHNEXT_TABLE=pinned; no additional_config.flashnext.table)"
             )
 
 
@@ -109,7 +109,7 @@ def _class() -> type:
             if dtype is None:
                 raise ValueError(
                     f"flashnext: the table on disk is read as {' or '.join(_DTYPES.values())}, and this model wants "
-                    f"{self.weight.dtype}. Fix: --dtype bfloat16, or leave additional_config.flashnext.table out"
+                    f"{self.weight.dtype}. Fix: --dtype bfloat16, or FLASHNEXT_TABLE=pinned (no additional_config.flashnext.table)"
                 )
             self.table = _open(setting, vllm_config, prefix, self.org_vocab_size, embedding_dim, dtype)
             self.gatherer = Gatherer(self.table)
