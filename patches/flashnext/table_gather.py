@@ -14,16 +14,14 @@ All rows of a step at once. Rule order:
 Why system calls and not a mapping: an I/O error or a file that shrinks is an errno here and SIGBUS there, and the kernel
 holds one row in flight per faulting thread. Why not io_uring: Docker's default seccomp profile refuses it. Why no pool
 of threads: nothing is left to wait for side by side; and nothing has to be stopped at the end. The loop is compiled by
-Numba, which vLLM requires, and runs without the GIL. Measured: `python -m flashnext.table_bench`.
-
-A step of one or a few tokens takes the same steps without the sort and the loop (`FEW`).
+Numba, which vLLM requires, and runs without the GIL. Measured: `python -m flashnext.table_bench`;
+for the 16 rows of one token as well, no shorter way in Python was faster, warm or cold.
 
 Memory: 16 bytes for each row of a window beyond the caller's buffer, and the argsort of the step's ids.
 """
 
 import ctypes
 import errno
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +30,6 @@ from flashnext.table_store import Table
 
 WINDOW = 8192
 """Rows with the disk at once; at two pages each, 64 MiB of page cache at most."""
-FEW = 32
-"""Up to so many rows (two tokens), Python's own calls are quicker than a sort and a call of the compiled loop."""
 TRIED = 32
 """Rows of a window after which it can count as cold."""
 _NOWAIT = 8  # RWF_NOWAIT, linux/fs.h
@@ -113,7 +109,7 @@ class Gatherer:
         self._waiting = np.empty(WINDOW, np.int64)
         self._vector = np.array([0, table.row_bytes], np.int64)  # struct iovec
         # Compile now, not in the first request.
-        self.gather(np.zeros(FEW + 1, np.int64), np.empty((FEW + 1, table.row_bytes), np.uint8))
+        self.gather(np.zeros(1, np.int64), np.empty((1, table.row_bytes), np.uint8))
 
     def gather(self, ids: np.ndarray, out: np.ndarray) -> Counts:
         """Fill `out` (uint8 [n, row_bytes], contiguous) with the rows `ids` (int64 [n]).
@@ -129,8 +125,6 @@ class Gatherer:
             raise TypeError(f"out must be contiguous uint8 {list(shape)}, not {out.dtype} {list(out.shape)}")
         if not count:
             return Counts(0, 0, 0)
-        if count <= FEW:
-            return self._gather_few(ids.tolist(), out)
         order = np.argsort(ids)
         self._check(int(ids[order[0]]), int(ids[order[-1]]))
         distinct, cold, failed = self._loop(ids, order, out, self._vector, self._waiting)
@@ -141,30 +135,6 @@ class Gatherer:
     def _check(self, low: int, high: int) -> None:
         if low < 0 or high >= self.table.rows:
             raise IndexError(f"row {low if low < 0 else high} of a table of {self.table.rows}")
-
-    def _gather_few(self, ids: list[int], out: np.ndarray) -> Counts:
-        """The same steps row by row: what a step of few tokens gets, before sorting and calling the loop would pay."""
-        table, waiting = self.table, []
-        self._check(min(ids), max(ids))
-        descriptors, starts, part_rows, row_bytes = table.descriptors, table.starts, table.part_rows, table.row_bytes
-        for n, row in enumerate(ids):
-            part = row // part_rows
-            descriptor, at = descriptors[part], starts[part] + (row - part * part_rows) * row_bytes
-            try:
-                got = os.preadv(descriptor, (out[n],), at, _NOWAIT)
-            except OSError:  # EAGAIN: not in the page cache; anything else will be met again below
-                got = 0
-            if got != row_bytes:
-                os.posix_fadvise(descriptor, at, row_bytes, os.POSIX_FADV_WILLNEED)
-                waiting.append((n, row, descriptor, at))
-        for n, row, descriptor, at in waiting:
-            try:
-                got = os.preadv(descriptor, (out[n],), at)
-            except OSError:
-                got = 0
-            if got != row_bytes:
-                raise self._failure(row)
-        return Counts(len(ids), len(set(ids)), len({row for _, row, _, _ in waiting}))
 
     def _failure(self, row: int) -> OSError:
         """Asks again, for what the disk says; a row that can be read the second time is still one too many."""
