@@ -80,7 +80,10 @@ class Report:
                     self.figures[name, rank if pattern.rank else None] = value
 
     def said(self, name: str, rank: int | None) -> float | None:
-        """A figure, None where it was not said. `pool` is the sum over the stages that named theirs."""
+        """A figure, None where it was not said. `pool` is the sum over the stages that named theirs, `table` rows times bytes."""
+        if name == "table":
+            rows, row_bytes = (self.figures.get((figure, None)) for figure in ("table_rows", "table_row"))
+            return rows * row_bytes if rows and row_bytes else None
         if name != "pool":
             return self.figures.get((name, rank))
         layers = {at: n for (figure, at), n in self.figures.items() if figure == "pool_layers"}
@@ -190,6 +193,9 @@ def _planned(plan: Plan, check: Check) -> dict[Key, float]:
         return {(name, None): capacity[name]} if capacity.get(name) else {}
     if name == "pool":
         return {(name, None): capacity["host_pool_bytes"]} if capacity.get("host_pool_bytes") else {}
+    if name == "table":
+        on_disk = plan.table is not None and plan.table.setting is not None
+        return {(name, None): plan.table.table_bytes} if on_disk else {}
     if name == "kv":
         if plan.device == "cpu":
             space = plan.env.get("VLLM_CPU_KVCACHE_SPACE")

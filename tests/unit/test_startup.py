@@ -10,6 +10,7 @@ import pytest
 from entrypoint import plan, startup
 from entrypoint.plan import Line, Plan, Setting, Stage
 from entrypoint.simulate import simulate
+from entrypoint.table_place import Place
 from entrypoint.units import GIB, MIB
 from entrypoint.wishes import gather
 
@@ -40,6 +41,7 @@ def card_log(weights=(21.15, 20.52, 21.14), free=(23.34, 23.34, 23.34), tokens="
         ]
     return [
         *out,
+        "(Worker_PP0 pid=60) INFO 11-30 10:00:50 [mapped_table.py:116] The N-gram table model.layers.1.ple.ple_embedding.ngram_embedding stays on disk: 320001536 rows of 320 bytes in 128 file(s), in the checkpoint",
         f"(EngineCore pid=50) INFO 11-30 10:02:00 [kv_cache_utils.py:2395] GPU KV cache size: {tokens} tokens, Maximum concurrency for {context} tokens per request: 4.75x",
         "# TYPE vllm:cache_config_info gauge",
         'vllm:cache_config_info{_block_size_resolved="True",block_size="12160",cache_dtype="auto",engine="0",mamba_block_size="None",num_cpu_blocks="None",num_gpu_blocks="171",num_gpu_blocks_override="None",user_specified_block_size="False"} 1.0',
@@ -66,9 +68,11 @@ CARDS = Plan(
     settings=(Setting("arg", "--kv-cache-memory-bytes", "550000000", "rule", "x"),),
     stages=(stage(0, int(20.91 * GIB)), stage(1, int(20.31 * GIB)), stage(2, int(20.91 * GIB))),
     capacity={"context": 262144, "blocks": 171, "block_size": 12160, "tokens": 1_245_184, "host_pool_bytes": 51_102_351_360},
+    table=Place(backing="checkpoint", source="derived", reason="x", table_bytes=102_400_491_520),
 )  # fmt: skip
 CPU = dataclasses.replace(
     CARDS,
+    table=None,
     device="cpu",
     stages=(),
     settings=(Setting("env", "VLLM_CPU_KVCACHE_SPACE", "1", "derived", "x"),),
@@ -87,7 +91,7 @@ def test_a_true_cpu_boot_agrees():
 
 def test_three_stages_agree_in_every_figure():
     verdict = startup.compare_lines(CARDS, card_log())
-    assert verdict.deviations == () and len(verdict.said) == len(verdict.figures) == 5 + 4 * 3
+    assert verdict.deviations == () and len(verdict.said) == len(verdict.figures) == 6 + 4 * 3
     assert len(verdict.lines()) == 1 and "171, 171 planned" in verdict.lines()[0]
 
 
@@ -98,6 +102,7 @@ def test_three_stages_agree_in_every_figure():
         (card_log(weights=(21.15, 21.67, 21.14)), ["weights of rank 1 21.67 GiB, 20.51 GiB planned (+5.7%"]),
         (card_log(free=(23.34, 23.34, 22.9)), ["memory free before loading of rank 2 22.90 GiB, 23.34 GiB planned (-1.9%"]),
         ([line.replace("4258529280", "4294967296") for line in card_log()], ["K/V in host RAM 48.00 GiB, 47.59 GiB planned (+0.9%"]),
+        ([line.replace("320001536 rows", "320001535 rows") for line in card_log()], ["table on disk 95.37 GiB, 95.37 GiB planned (-0.0%"]),
         (card_log(tokens="25,122"), ["K/V 25,122 tokens, 1,24"]),
         (card_log(context="262,143"), ["longest request 262,143 tokens, 262,144 tokens planned"]),
         ([*card_log(), 'vllm:cache_config_info{block_size="1568",num_gpu_blocks="224"} 1.0'], ["blocks 224, 171 planned", "block size 1,568"]),
