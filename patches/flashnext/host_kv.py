@@ -26,14 +26,16 @@ Ran on one and two H200 (docs/gpu.md), never on an RTX 3090.
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
 from flashnext import block_size, host_pool
-from flashnext.hot_rows import HotRows
 from flashnext.section_prefill import SectionPrefill, Span
+
+if TYPE_CHECKING:
+    from flashnext.hot_rows import HotRows
 
 logger = init_logger("vllm.flashnext.host_kv")
 
@@ -262,7 +264,9 @@ class HostKV:
                 f"flashnext: {error}. Fix: another additional_config.flashnext.host_kv.arena_bytes"
             ) from None
 
-    def _hot_rows(self, device: torch.device) -> HotRows:
+    def _hot_rows(self, device: torch.device) -> "HotRows":
+        from flashnext.hot_rows import HotRows  # Triton, which is not everywhere
+
         if not self.vllm_config.use_v2_model_runner:
             raise ValueError(
                 "flashnext: rows that stay on the card need the requests' numbers, which vLLM's model runner V1 does not give. Fix: no "

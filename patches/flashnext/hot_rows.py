@@ -27,6 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
+from flashnext.section_kernel import pool_rows
+
 PROGRAMS = 32
 """Programs that fetch for one row; each moves 8 KiB at a time, so 256 KiB are in flight, five times what PCIe 4.0 x16 needs."""
 
@@ -122,6 +124,7 @@ def fetch_kernel(
     pieces = tl.arange(0, RATIO * HEADS_PADDED)
     offset, head = pieces // HEADS_PADDED, pieces % HEADS_PADDED
     lanes = tl.arange(0, WIDTH)
+    row_table_ptr = table_ptr + row * stride_table
     # The last item is the tokens behind the last whole group. A row without a request has a count of -1: no item.
     for item in range(tl.program_id(1), count + 1, PROGRAMS):
         is_tail = item == count
@@ -135,11 +138,10 @@ def fetch_kernel(
         tokens = tl.where(is_tail, total - chosen * RATIO, RATIO)
         token = first + offset
         wanted = (offset < tokens) & (head < HEADS)
-        block = tl.load(table_ptr + row * stride_table + token // PAGE, mask=wanted, other=-1)
-        wanted = wanted & (block >= 0) & (block < blocks)
-        source = block.to(tl.int64) * stride_block + (token % PAGE).to(tl.int64) * stride_token + head * stride_head
+        values, wanted = pool_rows(
+            pool_ptr, row_table_ptr, token, head, lanes, wanted, stride_block, stride_token, stride_head, blocks, PAGE
+        )
         target = ((slot * HEADS + head) * ((GROUPS + 1) * RATIO) + place * RATIO + offset) * WIDTH
-        values = tl.load(pool_ptr + source[:, None] + lanes[None, :], mask=wanted[:, None], other=0.0)
         tl.store(rows_ptr + target[:, None] + lanes[None, :], values, mask=wanted[:, None])
 
 

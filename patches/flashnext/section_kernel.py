@@ -98,6 +98,27 @@ def keys_kernel(
     tl.store(keys_ptr + place.to(tl.int64) * COLUMNS + columns, tl.where(valid, token, LAST), mask=columns < COLUMNS)
 
 
+@triton.jit
+def pool_rows(
+    pool_ptr,
+    table_ptr,
+    token,
+    head,
+    lanes,
+    wanted,
+    stride_block,
+    stride_token,
+    stride_head,
+    blocks,
+    PAGE: tl.constexpr,
+):
+    """(K|V rows of the tokens and heads that are wanted, which of them are in a block of the pool)."""
+    block = tl.load(table_ptr + token // PAGE, mask=wanted, other=-1)
+    wanted = wanted & (block >= 0) & (block < blocks)
+    source = block.to(tl.int64) * stride_block + (token % PAGE).to(tl.int64) * stride_token + head * stride_head
+    return tl.load(pool_ptr + source[:, None] + lanes[None, :], mask=wanted[:, None], other=0.0), wanted
+
+
 @triton.jit(do_not_specialize=["request", "start", "stop", "granule"])
 def copy_kernel(
     pool_ptr,
@@ -130,12 +151,11 @@ def copy_kernel(
         there = (token < stop) & (head < HEADS)
         wanted = tl.load(flags_ptr + token // granule, mask=there, other=0) != 0
         if tl.max(wanted.to(tl.int32), axis=0) > 0:
-            block = tl.load(table_ptr + token // PAGE, mask=wanted, other=-1)
             # A granule across the end of a block may reach into one that is not there.
-            wanted = wanted & (block >= 0) & (block < blocks)
-            source = block.to(tl.int64) * stride_block + (token % PAGE).to(tl.int64) * stride_token + head * stride_head
+            rows, wanted = pool_rows(
+                pool_ptr, table_ptr, token, head, lanes, wanted, stride_block, stride_token, stride_head, blocks, PAGE
+            )
             target = (local.to(tl.int64) * HEADS + head) * WIDTH
-            rows = tl.load(pool_ptr + source[:, None] + lanes[None, :], mask=wanted[:, None], other=0.0)
             tl.store(half_ptr + target[:, None] + lanes[None, :], rows, mask=wanted[:, None])
 
 

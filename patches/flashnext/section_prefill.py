@@ -80,13 +80,24 @@ class State(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Section [start, stop) of the context of `span`; `granule` tokens share a flag; `first` of the span's sections."""
+    """Section [start, stop) of the context of `span`; `granule` tokens share a flag; `first` of the span's sections; `early`: may be
+    fetched before the rows have selected anything."""
 
     span: Span
     start: int
     stop: int
     granule: int
     first: bool
+    early: bool
+
+
+class Ahead(NamedTuple):
+    """What was fetched ahead, and for which call: its steps, and by what the call is known."""
+
+    steps: list[Step]
+    step: object
+    pool_address: int
+    spans: list[Span]
 
 
 def section_tokens(context: int, half_tokens: int) -> int:
@@ -102,36 +113,31 @@ def granule_tokens(context: int) -> int:
     return granule
 
 
-def plan_steps(
-    spans: Sequence[Span], half_tokens: int, table_tokens: int, ahead: bool = False
-) -> tuple[list[Step], int]:
-    """(every section of every span, in order; how many of them may be fetched ahead: 0 unless `ahead`, 2 at most).
+def plan_steps(spans: Sequence[Span], half_tokens: int, table_tokens: int, ahead: bool = False) -> list[Step]:
+    """Every section of every span, in order.
 
     `table_tokens` is what a row of the block table can name. A span with rows has at least one section, so that rows that
     selected nothing are written too. With `ahead` the first span's context without its own rows and AHEAD_MARGIN tokens before
-    them, or as much of it as the arena holds, is the first two sections: its K/V were written by earlier steps.
+    them, or as much of it as the arena holds, is the first two sections, which are early: earlier steps wrote their K/V.
     """
     result: list[Step] = []
-    early = 0
     for span in spans:
         if span.start == span.stop:
             continue
         context = min(span.context, table_tokens)
         length, granule = section_tokens(context, half_tokens), granule_tokens(context)
-        borders = [0]
+        early = [0]
         if ahead and not result:
-            before = min(span.context - (span.stop - span.start) - AHEAD_MARGIN, context)
+            before = max(0, min(span.context - (span.stop - span.start) - AHEAD_MARGIN, context))
             large = min(half_tokens, -(-before // 2))
-            borders += [end for end in (large, min(2 * large, before)) if end > borders[-1]]
-            borders = list(dict.fromkeys(borders))
-            early = len(borders) - 1
-        borders += range(borders[-1] + length, context, length)
-        borders.append(context)
+            early = sorted({0, large, min(2 * large, before)})
+        borders = [*early, *range(early[-1] + length, context, length)]
+        if borders[-1] < context or len(borders) == 1:
+            borders.append(context)
         span = span._replace(context=context)
         for start, stop in itertools.pairwise(borders):
-            if stop > start or len(borders) == 2:
-                result.append(Step(span, start, stop, granule, start == 0))
-    return result, early
+            result.append(Step(span, start, stop, granule, start == 0, start < early[-1]))
+    return result
 
 
 def buffer_bytes(
@@ -234,7 +240,7 @@ class SectionPrefill:
         self._keys = empty(torch.int32, sort_rows, selection_width)
         self._positions = empty(torch.int64, sort_rows, selection_width)
         self._flags = empty(torch.int8, FLAGS)
-        self._ahead: tuple[object, int, list[Span]] | None = None
+        self._ahead: Ahead | None = None
         self._lanes = _Lanes(self.device) if self.device.type == "cuda" else _OneLane()
 
     def __call__(
@@ -264,19 +270,18 @@ class SectionPrefill:
         for shapes, strides and spans that do not fit; what the tensors hold is not looked at on the CPU.
         """
         self._check(query, pool, block_table, selection, spans, output_gate, out)
-        ahead, self._ahead = self._ahead, None
-        is_ahead = step is not None and ahead is not None and self._same(ahead, step, pool, spans)
-        todo, early = self._plan(spans, block_table, is_ahead)
+        todo = self._fetched(step, pool, spans) or self._plan(spans, block_table)
+        self._ahead = None
         if not todo:
             return
         lanes = self._lanes
         lanes.begin()
-        self._fetch(0, todo[0], pool, block_table, selection, early)
+        self._fetch(0, todo[0], pool, block_table, selection)
         for span in dict.fromkeys(step.span for step in todo):
             self._order(span, pool, block_table, selection)
         for n, step in enumerate(todo):
             if n + 1 < len(todo):
-                self._fetch(n + 1, todo[n + 1], pool, block_table, selection, early)
+                self._fetch(n + 1, todo[n + 1], pool, block_table, selection)
             lanes.await_copy(n % 2)
             self._steps.attend(
                 query,
@@ -298,27 +303,31 @@ class SectionPrefill:
         AHEAD_MARGIN, and what is in the pool before the rows of this step must not change until the later call. Ordered behind all
         earlier work of the current stream; nothing waits for it but that call.
         """
-        todo, early = self._plan(spans, block_table, True)
+        todo = self._plan(spans, block_table, ahead=True)
+        early = [section for section in todo if section.early]
         if not early:
             return
-        lanes, first = self._lanes, todo[0]
+        lanes, first = self._lanes, early[0]
         lanes.begin()
         with lanes.side():
             self._steps.mark_all(self._flags, context=first.span.context, granule=first.granule)
-            for n in range(early):
-                self._copy(n, todo[n], pool, block_table)
-        self._ahead = step, pool.data_ptr(), list(spans)
+            for n, section in enumerate(early):
+                self._copy(n, section, pool, block_table)
+        self._ahead = Ahead(todo, step, pool.data_ptr(), list(spans))
 
-    @staticmethod
-    def _same(ahead: tuple[object, int, list[Span]], step: object, pool: torch.Tensor, spans: Sequence[Span]) -> bool:
-        return ahead[0] is step and ahead[1] == pool.data_ptr() and ahead[2] == list(spans)
+    def _fetched(self, step: object, pool: torch.Tensor, spans: Sequence[Span]) -> list[Step] | None:
+        """The steps whose early sections are in the arena, if they are this call's."""
+        ahead = self._ahead
+        if step is None or ahead is None or ahead.step is not step:
+            return None
+        return ahead.steps if (ahead.pool_address, ahead.spans) == (pool.data_ptr(), list(spans)) else None
 
-    def _plan(self, spans: Sequence[Span], block_table: torch.Tensor, ahead: bool) -> tuple[list[Step], int]:
+    def _plan(self, spans: Sequence[Span], block_table: torch.Tensor, ahead: bool = False) -> list[Step]:
         return plan_steps(spans, self.half_tokens, block_table.shape[1] * self.block_size, ahead)
 
-    def _fetch(self, n: int, step: Step, pool, block_table, selection, early: int) -> None:
-        """Enqueue the copy of section n, behind the attention to section n - 2, which used the same half. The first `early`
-        sections have been copied already."""
+    def _fetch(self, n: int, step: Step, pool, block_table, selection) -> None:
+        """Enqueue the copy of section n, behind the attention to section n - 2, which used the same half. An early section has been
+        copied already."""
         span = step.span
         with self._lanes.side():
             if step.first:
@@ -332,7 +341,7 @@ class SectionPrefill:
                     context=span.context,
                     granule=step.granule,
                 )
-            if n < early:
+            if step.early:
                 return
             if n >= 2:
                 self._lanes.await_half(n % 2)

@@ -273,7 +273,7 @@ class Seen:
 
     def __call__(self, *a, step):
         spans_seen.append([list(s) for s in a[4]])
-        used.append(real_sections._ahead is not None and real_sections._same(real_sections._ahead, step, a[1], a[4]))
+        used.append(real_sections._fetched(step, a[1], a[4]) is not None)
         return real_sections(*a, step=step)
 
     def fetch_ahead(self, *a):

@@ -127,20 +127,20 @@ found["sizes"] = sp.buffer_bytes(arena_bytes=100_000_000, **sizes)
 # The plan.
 half = 2 * 12160
 def plan(context, half=half):
-    steps, _ = sp.plan_steps([sp.Span(0, 0, 1, context)], half, 10**9)
+    steps = sp.plan_steps([sp.Span(0, 0, 1, context)], half, 10**9)
     assert [s.start for s in steps] == [0, *[s.stop for s in steps[:-1]]] and steps[0].first
     assert not any(s.first for s in steps[1:])
     return [len(steps), max(s.stop - s.start for s in steps), steps[-1].stop, steps[0].granule]
 found["plans"] = {c: plan(c) for c in (0, 1, 4096, 4097, 32768, 131072, 262144, 1048576)}
-found["clamped"] = sp.plan_steps([sp.Span(0, 0, 1, 99), sp.Span(1, 1, 1, 50)], 16, 32)[0][-1][1:]
+found["clamped"] = sp.plan_steps([sp.Span(0, 0, 1, 99), sp.Span(1, 1, 1, 50)], 16, 32)[-1][1:5]
 sp.AHEAD_MARGIN = 64
 def plan_ahead(rows, context, table_tokens=10**9):
-    steps, early = sp.plan_steps([sp.Span(0, 0, rows, context), sp.Span(1, rows, rows + 2, 5000)], half, table_tokens, True)
+    steps = sp.plan_steps([sp.Span(0, 0, rows, context), sp.Span(1, rows, rows + 2, 5000)], half, table_tokens, True)
     mine = [s for s in steps if s.span.request == 0]
     assert [s.start for s in mine] == [0, *[s.stop for s in mine[:-1]]] and mine[-1].stop == min(context, table_tokens)
     assert [s.start for s in steps[len(mine):]] == ([0, 4096] if table_tokens > 5000 else [0]) and [s.first for s in steps].count(True) == 2
     assert all(0 < s.stop - s.start <= half for s in mine)
-    return early, [s.stop for s in mine[:4]]
+    return sum(s.early for s in steps), [s.stop for s in mine[:4]]
 found["plans ahead"] = {c: plan_ahead(512, c) for c in (512, 576, 577, 578, 5000, 32768, 131072, 262144)}
 found["ahead of a short table"] = plan_ahead(512, 40_000, 1000)
 

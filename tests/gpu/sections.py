@@ -224,7 +224,7 @@ class Bench:
                 self.fault(f"{context} {kind}: a call raises the peak by {row['peak_rise_bytes']} bytes")
         row["on card"] = self.median_ms(sections(self.pool, over_card), repeats)
         steps, flags = prefill._steps, prefill._flags
-        plan, _ = plan_steps(spans, prefill.half_tokens, self.table.shape[1] * shape.block)
+        plan = plan_steps(spans, prefill.half_tokens, self.table.shape[1] * shape.block)
         common = {"request": 0, "granule": plan[0].granule}
         steps.mark(selection, self.table, self.host, flags, rows=range(rows), context=context, **common)
         marked = flags[: -(-context // common["granule"])]
