@@ -233,7 +233,7 @@ def doctor(
 def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[Plan, str | None, int, list[str]]:
     """Everything before the engine: (plan, API key, bytes of weights, what was repaired). Raises Refusal.
 
-    `table` is called with the checkpoint's folder and the table file that the plan reads, if it reads one.
+    `table` is called with the checkpoint's folder and the table file that is to be made, if one is.
     """
     from . import checkpoint_fix
     from . import prepare as prepare_
@@ -249,7 +249,7 @@ def _ready(wishes: Wishes, table: Callable[[Path, Path], object]) -> tuple[Plan,
         _demo_model(wishes)
     _, model, made, key = facts.everything(wishes, mend)
     prepare_.folders(wishes)
-    if made.table is not None and made.table.file is not None:
+    if made.table is not None and made.table.make:
         table(Path(wishes.value("model")), Path(made.table.file))
     return made, key, sum(s.size_bytes for s in model.shards), repaired
 

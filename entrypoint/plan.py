@@ -214,7 +214,7 @@ def _cuda_plan(machine: Machine, model: Model, wishes: Wishes, prepared: Prepare
         chosen.layout.block_size,
         chosen.step.rows,
         machine,
-        place is not None and not place.pinned_bytes,
+        place is not None and place.on_disk,
     )
     stages = tuple(pool_.stage(cards, chosen, kv.blocks, i) for i in range(len(chosen.gpus)))
     layout, streams = chosen.layout, chosen.streams

@@ -70,7 +70,7 @@ def cuda(
             "max_bytes": wishes.value("host_kv_max") or pool.host_bytes,
             "arena_bytes": c.step.arena_bytes,
         }
-    if table is not None and table.setting is not None:
+    if table is not None and table.on_disk:
         flashnext["table"] = table.setting
     utilization = _utilization(c.gpus)
     context_wish, partition_wish = wishes.value("context"), wishes.value("layer_partition")
@@ -229,7 +229,7 @@ def _expandable_why(wishes: Wishes) -> tuple[str, str]:
 
 
 def _pinned_table(table: Place | None) -> list[Setting]:
-    if table is None or not table.pinned_bytes:
+    if table is None or table.on_disk:
         return []
     return [
         Setting("env", "VLLM_PLE_CPU_OFFLOAD", "1", "wished", "upstream's table in page-locked RAM, not on the card")
@@ -239,7 +239,7 @@ def _pinned_table(table: Place | None) -> list[Setting]:
 def _loading(machine: Machine, table: Place | None) -> list[Setting]:
     """On NFS and Lustre vLLM reads a whole checkpoint ahead that fits into RAM, the table on disk too (weight_utils.py)."""
     mount = machine.mounts.get("model")
-    if table is None or table.pinned_bytes or mount is None or mount.kind != "network":
+    if table is None or not table.on_disk or mount is None or mount.kind != "network":
         return []
     reason = f"without it vLLM may read the whole checkpoint ahead on a network file system, {format_gib(table.table_bytes)} of table included"
     return [Setting("arg", "--safetensors-load-strategy", "lazy", "derived", reason)]

@@ -194,8 +194,7 @@ def _planned(plan: Plan, check: Check) -> dict[Key, float]:
     if name == "pool":
         return {(name, None): capacity["host_pool_bytes"]} if capacity.get("host_pool_bytes") else {}
     if name == "table":
-        on_disk = plan.table is not None and plan.table.setting is not None
-        return {(name, None): plan.table.table_bytes} if on_disk else {}
+        return {(name, None): plan.table.table_bytes} if plan.table is not None and plan.table.on_disk else {}
     if name == "kv":
         if plan.device == "cpu":
             space = plan.env.get("VLLM_CPU_KVCACHE_SPACE")

@@ -75,6 +75,10 @@ class Place:
         return {"checkpoint": {"backing": "checkpoint"}, "file": {"path": self.file}}.get(self.backing)
 
     @property
+    def on_disk(self) -> bool:
+        return self.setting is not None
+
+    @property
     def words(self) -> str:
         return {
             "checkpoint": "in place, in the checkpoint's own shards",
@@ -161,33 +165,34 @@ def _auto(mounts: Mapping[str, Mount], table_bytes: int, prepared: Prepared) -> 
         "disk": "model",
     }
     if prepared.whole and not (data_slow and not model_slow):
-        return Place(
-            backing="file",
-            source="measured",
-            reason=f"from {prepared.file}, which is there and is the whole table of this checkpoint",
-            table_bytes=table_bytes,
-            file=prepared.file,
-            disk="data",
-        )
+        reason = "which is there and is the whole table of this checkpoint"
+        return _from_file(prepared, table_bytes, "measured", reason, "data")
     if model_slow is None:
         notes = (_unused(prepared),) if prepared.trouble else ()
         reason = f"in place: nothing is known against the checkpoint's disk, {disk_words(model)}, and a file would be a second copy of {format_gib(table_bytes)}"
         return Place(reason=reason, notes=notes, **in_place)
     why_not = _why_no_file(data, table_bytes, prepared)
     if why_not is None:
-        return Place(
-            backing="file",
-            source="measured",
-            reason=f"from {prepared.file}, which prepare and serve make ({format_gib(table_bytes)}): the checkpoint's disk, "
-            f"{disk_words(model)}, is slow for random reads ({model_slow}), and ours is {disk_words(data)} with {format_gib(data.free_bytes, 1)} free",
-            table_bytes=table_bytes,
-            file=prepared.file,
-            make=True,
-            disk="data",
+        reason = (
+            f"which prepare and serve make ({format_gib(table_bytes)}): the checkpoint's disk, {disk_words(model)}, is slow for random reads "
+            f"({model_slow}), and ours is {disk_words(data)} with {format_gib(data.free_bytes, 1)} free"
         )
+        return _from_file(prepared, table_bytes, "measured", reason, "data", make=True)
     return Place(
         reason=f"in place, although the checkpoint's disk, {disk_words(model)}, is slow for random reads ({model_slow}): {why_not}",
         **in_place,
+    )
+
+
+def _from_file(prepared: Prepared, table_bytes: int, source: str, why: str, disk: str, make: bool = False) -> Place:
+    return Place(
+        backing="file",
+        source=source,
+        reason=f"from {prepared.file}, {why}",
+        table_bytes=table_bytes,
+        file=prepared.file,
+        make=make,
+        disk=disk,
     )
 
 
@@ -237,15 +242,8 @@ def _wished_file(mounts: Mapping[str, Mount], table_bytes: int, wishes: Wishes, 
             Exit.PLAN,
         )
     made = "which is there and whole" if prepared.whole else "which prepare and serve make if it is not there"
-    return Place(
-        backing="file",
-        source="wished",
-        reason=f"from {prepared.file}, as {asked.source} asks, {made}; the disk is {disk_words(mount)}",
-        table_bytes=table_bytes,
-        file=prepared.file,
-        make=not prepared.whole,
-        disk=role,
-    )
+    reason = f"as {asked.source} asks, {made}; the disk is {disk_words(mount)}"
+    return _from_file(prepared, table_bytes, "wished", reason, role, make=not prepared.whole)
 
 
 def _pinned(table_bytes: int, source: str, wsl: bool) -> Place:
