@@ -127,26 +127,23 @@ def main() -> int:
             events = json.loads(pathlib.Path(file.name).read_text())["traceEvents"]
         return {"wall_ms": wall} | read_trace(events, count)
 
+    def looked_at(plain: int, count: int) -> dict:
+        """`plain` steps timed, then `count` under each profiler."""
+        found: dict = {"plain_ms": step(plain)}
+        profile = cProfile.Profile()
+        profile.enable()
+        found["profiled_ms"] = step(count)
+        profile.disable()
+        return found | {"python": python_functions(profile, count)} | traced(count)
+
     ask("warm", 3_000, 8)
     while core.has_unfinished_requests():
         core.step()
     ask("one", opt.context, 4 * DECODES)
     step(opt.context // 512 - 3 * STEPS - 2)
-    prefill: dict = {"plain_ms": step(STEPS)}
-    profile = cProfile.Profile()
-    profile.enable()
-    prefill["profiled_ms"] = step(STEPS)
-    profile.disable()
-    prefill["python"] = python_functions(profile, STEPS)
-    result["prefill"] = prefill | traced(STEPS)
+    result["prefill"] = looked_at(STEPS, STEPS)
     step(8)
-    decode: dict = {"plain_ms": step(DECODES)}
-    profile = cProfile.Profile()
-    profile.enable()
-    decode["profiled_ms"] = step(DECODES // 2)
-    profile.disable()
-    decode["python"] = python_functions(profile, DECODES // 2)
-    result["decode"] = decode | traced(DECODES // 2)
+    result["decode"] = looked_at(DECODES, DECODES // 2)
     opt.out.write_text(json.dumps(result, indent=1))
     for phase in ("prefill", "decode"):
         found = result[phase]
