@@ -357,10 +357,11 @@ class HostKV:
     # -- a step
 
     def begin_step(self, common: Any, batch: "Batch") -> None:
-        """Before the first attention of a step. Graphs are captured without requests (`req_idx` is None)."""
+        """Before the first attention of a step."""
         if self.hot is not None:
-            requests = [] if common.req_idx is None else common.req_idx.tolist()
-            self.hot.begin_step(requests, batch.starts, batch.lengths if batch.is_close else None)
+            if common.req_idx is None:
+                raise RuntimeError("the runner does not say whose the rows of the step are: patch 0016 is missing")
+            self.hot.begin_step(common.req_idx.tolist(), batch.starts, batch.lengths if batch.is_close else None)
 
     def decode(
         self,

@@ -18,9 +18,9 @@ with one map a layer and request (group -> place, 4 B each) and one list (place 
 Card memory (`buffer_bytes`): 4.2 MB of rows for each layer and request, 16 times that on a stage of 4 such layers for 4 requests, and
 4 B for every group of the longest context.
 
-Not run on a card yet, and off unless additional_config.flashnext.host_kv.hot_rows is true. What it gains is the share of groups that
-two steps in a row select, which is the model's, and was not measured. The command that would measure it:
-python3 -m tests.gpu.run --site SITE --out OUT --only full-1-rates,full-1-rates-hot
+Off unless additional_config.flashnext.host_kv.hot_rows is true. What it gains by the share of groups that two steps in a row select is
+measured (docs/gpu.md, tests/gpu/hot_rows.py); the share of the published weights is not known. A whole engine with it was not held to
+transformers on a card yet: python3 -m tests.gpu.run --site SITE --out OUT --only bf16-1-hot,mixed-2-hot
 """
 
 import torch
@@ -200,7 +200,7 @@ class HotRows:
         self._rows = torch.zeros(shape, dtype=dtype, device=device)
         self._owner = full(-1, layers, requests, groups)
         self._place = full(-1, layers, requests, self.most_groups)
-        self._slots = full(-1, requests, 1)
+        self._slots, self._slots_now = full(-1, requests, 1), [-1] * requests
         self._used, self._free = full(0, requests, groups), full(0, requests, groups)
         self._missing, self._count = full(0, requests, groups, 2), full(0, requests)
         self._translated = full(0, requests, groups * ratio + ratio)
@@ -218,10 +218,12 @@ class HotRows:
         ]
         for slot in new:
             self._owner[:, slot].fill_(-1)
-        from vllm.utils.torch_utils import async_tensor_h2d
-
         padded = (slots + [-1] * self.requests)[: self.requests]
-        async_tensor_h2d(padded, out=self._slots.view(-1))
+        if padded != self._slots_now:  # else the last step's, or this step's as another group of layers told it
+            from vllm.utils.torch_utils import async_tensor_h2d
+
+            async_tensor_h2d(padded, out=self._slots.view(-1))
+            self._slots_now = padded
 
     def bring(self, layer: int, pool: torch.Tensor, table: torch.Tensor, selection: torch.Tensor) -> None:
         """Fetch what the rows select and is not there, and translate their selection.

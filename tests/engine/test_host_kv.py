@@ -425,6 +425,36 @@ def test_decoding_over_rows_that_stay_on_the_card_gives_the_same_answers(hot):
     ]
 
 
+_WHOSE_ROWS = """
+import dataclasses, json
+from types import SimpleNamespace
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+state = object.__new__(MambaHybridModelState)
+state.vllm_config, state.max_model_len = SimpleNamespace(num_speculative_tokens=0), 100
+state._align_mode, state.recoverssm = False, None
+batch = InputBatch.make_dummy(3, 5, InputBuffers(max_num_reqs=4, max_num_tokens=8, device=torch.device("cpu")))
+batch = dataclasses.replace(batch, idx_mapping_np=np.array([2, 0, 3]))
+said = []
+builder = SimpleNamespace(build=lambda common_attn_metadata, **more: said.append(common_attn_metadata.req_idx.tolist()),
+                          build_for_cudagraph_capture=lambda common: said.append(common.req_idx.tolist()))
+group = SimpleNamespace(get_metadata_builder=lambda _: builder, layer_names=["layer"])
+for mode, capture in ((CUDAGraphMode.NONE, False), (CUDAGraphMode.FULL, False), (CUDAGraphMode.FULL, True)):
+    state.prepare_attn(batch, mode, (torch.zeros(4, 1),), torch.zeros(1, 8), [[group]],
+                       SimpleNamespace(kv_cache_groups=[None]), for_capture=capture)
+print(json.dumps(said))
+"""
+
+
+def test_the_runner_of_these_models_says_whose_the_rows_of_a_step_are(run_patched):
+    """Without it every row is nobody's, and decoding over kept rows attends to nothing."""
+    assert run_patched(_WHOSE_ROWS).value == [[2, 0, 3]] * 3
+
+
 def test_block_size_is_what_the_engine_took(seen):
     settled, computed, row_bytes = seen["block"]
     assert settled == computed == 512

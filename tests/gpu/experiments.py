@@ -30,6 +30,7 @@ NEWER_CARDS_ONLY = "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKe
 LOADED = re.compile(r"(?:Worker_PP(\d)[^\n]*?)?Model loading took ([0-9.]+) GiB")
 POOL = re.compile(r"K/V pool of [^\n]+")
 CAPACITY = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+RATES = re.compile(r"^RATES (\{.*\})$", re.MULTILINE)
 STREAMS = re.compile(r"step_trace (\d+) apply .*streams=main (\w+) current (\w+)")
 KERNELS = re.compile(r"Using (\w+) for CompressedTensorsWNA16|Using '(\w+)' WNA16 MoE backend")
 
@@ -87,6 +88,8 @@ LONG = {"max_model_len": 24_576}
 LENGTHS = (1, 2, 3, 511, 512, 513, 2_050, 2_051, 4_097, 6_079, 6_080, 6_081, 12_161, 13_000, 20_000)
 FAR = {"max_model_len": 262_144, "max_num_seqs": 4}
 CONTEXTS = (4_096, 32_768, 131_072, 253_952)
+FAR_BYTES = 600_000_000
+"""With all 36 linear-attention layers on one stage a request takes 38 blocks of 3.2 MB and those of its context: 470 MB are three requests."""
 PIECEWISE = {"compilation_config": {"mode": 0, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4]}}
 NEAR = {"kv_cache_memory_bytes": 4_000_000_000}
 
@@ -125,6 +128,7 @@ EXPERIMENTS = (
     Experiment("bf16-2-long-host", "bf16", 2, 540, TRITON | LONG | TINY_HOST, against="bf16-1-long", rounds=14),
     # Decoding rows keep on the card what the step before selected.
     Experiment("mixed-2-hot", "mixed", 2, 300, MARLIN | TINY_HOT),
+    Experiment("bf16-1-hot", "bf16", 1, 300, TRITON | TINY_HOT),
     Experiment("bf16-1-long-hot", "bf16", 1, 540, TRITON | LONG | TINY_HOT, against="bf16-1-long", rounds=14),
     # The bars of compare.BARS, full shapes on one card of 139 GiB.
     Experiment(
@@ -140,7 +144,7 @@ EXPERIMENTS = (
         "full-shapes",
         1,
         560,
-        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, kv_cache_memory_bytes=470_000_000),
+        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, kv_cache_memory_bytes=FAR_BYTES),
         contexts=CONTEXTS,
         against="full-1-rates",
     ),
@@ -149,8 +153,8 @@ EXPERIMENTS = (
         "full-shapes",
         1,
         560,
-        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, hot_rows=True, kv_cache_memory_bytes=470_000_000),
-        contexts=CONTEXTS,
+        MARLIN | FAR | host_kv(24 << 30, 12 * 4_064 * 2_048, hot_rows=True, kv_cache_memory_bytes=FAR_BYTES),
+        contexts=(4_096, 131_072),
         against="full-1-rates",
     ),
     # A table of 5.1 GB: rows from a file in the page cache, before the forward pass or between pieces of it; upstream's pinned memory.
@@ -166,12 +170,13 @@ BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where an experiment runs. site: folder with the patched vllm and flashnext. work: checkpoints and caches. one_card: its
-    stages share a card (tests/support/one_card)."""
+    stages share a card (tests/support/one_card). at_once: so many experiments share a card."""
 
     site: pathlib.Path
     work: pathlib.Path
     out: pathlib.Path
     one_card: bool = False
+    at_once: int = 1
 
     def cards(self, experiment: Experiment) -> int:
         return 1 if self.one_card else experiment.stages
@@ -185,8 +190,9 @@ def arguments_of(experiment: Experiment, place: Place) -> dict:
     if experiment.flat_table:
         file = place.checkpoint(experiment) / "table"  # tests/support/checkpoints.TABLE_FILE
         more["additional_config"] = {"flashnext": {"table": {"path": str(file)}}}
-    if place.cards(experiment) < experiment.stages:
-        more["gpu_memory_utilization"] = round(0.9 / experiment.stages, 2)
+    engines = place.at_once * experiment.stages // place.cards(experiment)
+    if engines > 1:
+        more["gpu_memory_utilization"] = int(90 / engines) / 100
     return experiment.arguments | more
 
 
@@ -353,6 +359,8 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
             break
     text = log.read_text(errors="replace")
     result: dict = {"name": experiment.name, "wall_s": round(time.monotonic() - start, 1), "ended": ended}
+    if experiment.boots > 1:
+        result["available_bytes"] = available
     result["weights_gib"] = [float(gib) for _, gib in sorted(LOADED.findall(text))]
     result["kernels"] = sorted({a or b for a, b in KERNELS.findall(text)})
     faults = []
@@ -362,6 +370,8 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
     elif not answers.exists():
         faults.append(f"no answers: {ended}, exit status {status}")
         result["tail"] = text.splitlines()[-40:]
+        if rates := RATES.findall(text):  # what was measured before it ended
+            result["rates"] = [json.loads(row) for row in rates]
     else:
         got = json.loads(answers.read_text())
         result["boot_s"] = round(got["boot_s"], 1)
@@ -380,9 +390,10 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
             if any(length != 16 for length in got["lengths"]):
                 faults.append(f"requests ended early: {got['lengths']}")
         elif experiment.lengths:
-            # Two engines that compute in BF16 are held to what BF16 does to one that does not.
+            # The noise is of one engine that computes in BF16 against one that does not; here both do, each in its own way.
             noise = json.loads((REFERENCES / f"{experiment.variant}.json").read_text())["noise"]
-            answers.write_text(json.dumps(got | {"noise": noise}))
+            both = {name: noise[name] * 2**0.5 for name in ("mean", "max")}
+            answers.write_text(json.dumps(got | {"noise": both}))
             result["made"] = [prompt["name"] for prompt in got["prompts"]]
         else:
             judged = compare.judge_all(json.loads(reference.read_text()), got)
@@ -392,12 +403,16 @@ def run(experiment: Experiment, place: Place, cards: str, limit_s: float | None 
     return result
 
 
-def hold_rates(results: list[dict]) -> list[str]:
+def hold_rates(results: list[dict], work: pathlib.Path) -> list[str]:
     """Add to the faults of each experiment of rates what it fell short of, and return all that was added.
 
-    One that is held to another may run beside it, each on a card of its own, so this comes when all have ended.
+    One that is held to another may run beside it, each on a card of its own, so this comes when all have ended; or the other
+    has run before on the same machine and left its rates in `work`.
     """
     rates = {result["name"]: result["rates"] for result in results if "rates" in result}
+    for against in {BY_NAME[name].against for name in rates} - {None, *rates}:
+        if (answers := work / f"{against}.answers.json").exists():
+            rates[against] = json.loads(answers.read_text())["rates"]
     added = []
     for result in results:
         against = BY_NAME[result["name"]].against
@@ -406,7 +421,7 @@ def hold_rates(results: list[dict]) -> list[str]:
         if against in rates:
             faults = compare.judge_rates(rates[result["name"]], rates[against])
         else:
-            faults = [f"{against} has left no rates to be held to: run both in one command"]
+            faults = [f"{against} has left no rates to be held to: run it before, with the same work folder"]
         result["faults"] += faults
         added += [f"{result['name']}: {fault}" for fault in faults]
     return added
@@ -436,6 +451,8 @@ def summary(result: dict) -> str:
         )
     lines += [f"  {line}" for line in result.get("pool", [])[:4]]
     lines += [f"  K/V for {tokens} tokens" for tokens in result.get("capacity", [])[:1]]
+    if "available_bytes" in result:
+        lines.append(f"  host memory available after each boot: {result['available_bytes']}")
     lines += [f"  fault: {fault}" for fault in result["faults"][:12]]
     lines += [f"  known: {fault}" for fault in result.get("known", [])[:3]]
     lines += [f"  | {line}" for line in result.get("tail", [])[-15:]]

@@ -12,7 +12,7 @@ time); then section prefill's copy of all of 131,072 tokens and its rate.
     pinned          PyTorch's pinned allocator, rounded up to a power of two
     registered      ordinary pages, registered
 
-The `launched` columns were measured as docs/gpu.md says; `replayed` has not run yet.
+What it gave: docs/gpu.md.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 One-card experiments run side by side, one on each card; then those of two cards, one after another; one that is held to the
 answers of another waits for it, and rates are held to one another at the end. What does not fit into the budget any more is
 named and left out. --one-card: the stages of an experiment share a card (tests/support/one_card), for a machine that has one.
-OUT gets results.json, logs.tar.xz (both after every experiment), and the compiled kernels as cache.tar.xz.0, .1, ...; --cache
-takes a folder with such files from an earlier run. Few and small files, since that is all that comes back from some machines.
+--at-once N: N experiments share a card, for answers, not for rates. OUT gets results.json and logs.tar.xz (both after every
+experiment), and with --pack the compiled kernels as cache.tar.xz.0, .1, ...; --cache takes a folder with such files from an
+earlier run. Few and small files, since that is all that comes back from some machines.
 Exit status: 0 all passed, 1 a failure, 3 something was left out for lack of time or cards.
 """
 
@@ -24,7 +25,7 @@ from . import experiments
 from .experiments import EXPERIMENTS, Experiment, Place
 
 RESERVE_S = 30
-"""Kept back for packing the caches."""
+"""Kept back for packing the kernels."""
 CACHE_PARTS, CACHE_PART_BYTES = 4, 15 << 20
 LEAST_S = 45
 """An experiment with less time left than this is not begun."""
@@ -74,14 +75,16 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(e.name for e in EXPERIMENTS))
     parser.add_argument("--budget", type=float, default=570)
     parser.add_argument("--cache", type=pathlib.Path, help="folder with cache.tar.xz.N of an earlier run")
+    parser.add_argument("--pack", action="store_true", help="bring the compiled kernels back")
     parser.add_argument("--one-card", action="store_true", help="stages share a card; times then mean nothing")
+    parser.add_argument("--at-once", type=int, default=1, help="experiments on a card; times then mean nothing")
     opt = parser.parse_args()
     begun = time.monotonic()
 
     def left() -> float:
-        return opt.budget - RESERVE_S - (time.monotonic() - begun)
+        return opt.budget - RESERVE_S * opt.pack - (time.monotonic() - begun)
 
-    place = Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs", opt.one_card)
+    place = Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs", opt.one_card, opt.at_once)
     place.work.mkdir(parents=True, exist_ok=True)
     opt.out.mkdir(parents=True, exist_ok=True)
     if opt.cache and (parts := sorted(opt.cache.glob("cache.tar.xz.*"))):
@@ -91,7 +94,7 @@ def main() -> int:
     print(f"made after {time.monotonic() - begun:.0f} s", flush=True)
     count = cards()
     results, skipped = [], sorted(wrong)
-    free, todo, running = list(range(count)), [e for e in chosen if e.name not in wrong], {}
+    free, todo, running = list(range(count)) * opt.at_once, [e for e in chosen if e.name not in wrong], {}
     names_running: dict = {}
     with ThreadPoolExecutor() as pool:
         while todo or running:
@@ -104,9 +107,11 @@ def main() -> int:
                 if need > count or left() < LEAST_S:
                     todo.remove(experiment)
                     skipped.append(experiment.name)
-                elif need <= len(free):
+                elif need <= len(set(free)):
                     todo.remove(experiment)
-                    mine, free = free[:need], free[need:]
+                    mine = sorted(set(free))[:need]
+                    for card in mine:
+                        free.remove(card)
                     names = ",".join(map(str, mine))
                     print(f"{time.monotonic() - begun:.0f} s: begin {experiment.name} on {names}", flush=True)
                     future = pool.submit(experiments.run, experiment, place, names, left())
@@ -116,16 +121,16 @@ def main() -> int:
             if not running:
                 continue
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                free = sorted(free + running.pop(done))
+                free += running.pop(done)
                 del names_running[done]
                 results.append(done.result())
                 print(experiments.summary(results[-1]), flush=True)
                 (opt.out / "results.json").write_text(json.dumps(results, indent=1))
                 shell(f"tar -C {place.work} -cJf {opt.out / 'logs.tar.xz'} logs", 60)
-    for fault in experiments.hold_rates(results):
+    for fault in experiments.hold_rates(results, place.work):
         print(f"below a bar: {fault}", flush=True)
     (opt.out / "results.json").write_text(json.dumps(results, indent=1))
-    if (place.work / "cache").exists():
+    if opt.pack and (place.work / "cache").exists():
         pack_cache(place.work, opt.out)
     failed = [r["name"] for r in results if r["faults"]]
     print(

@@ -133,18 +133,21 @@ def test_bars_for_rates(changes, fault):
     assert faults == [] if fault is None else len(faults) == 1 and faults[0].startswith(fault), faults
 
 
-def test_rates_are_held_to_one_another_when_all_have_ended():
+def test_rates_are_held_to_one_another_when_all_have_ended(tmp_path):
     card = {"name": "full-1-rates", "rates": rates(), "faults": []}
     host = {"name": "full-1-rates-host", "rates": rates(prefill_1=0.5), "faults": ["an own one"]}
     other = {"name": "mixed-1", "faults": []}
-    assert experiments.hold_rates([host, other, card]) == [
+    assert experiments.hold_rates([host, other, card], tmp_path) == [
         "full-1-rates-host: prefill of 131072 against K/V on the card: 1000.0 tokens/s, 0.500 of 2000.0, bar 0.8"
     ]
     assert (len(host["faults"]), card["faults"], other["faults"]) == (2, [], [])
     host = {"name": "full-1-rates-host", "rates": rates(), "faults": []}
-    assert experiments.hold_rates([host]) == [
-        "full-1-rates-host: full-1-rates has left no rates to be held to: run both in one command"
+    assert experiments.hold_rates([host], tmp_path) == [
+        "full-1-rates-host: full-1-rates has left no rates to be held to: run it before, with the same work folder"
     ]
+    (tmp_path / "full-1-rates.answers.json").write_text(json.dumps({"rates": rates(decode_0=10.0)}))
+    (fault,) = experiments.hold_rates([host], tmp_path)
+    assert fault.startswith("full-1-rates-host: decode at 4096 against K/V on the card: 120.0 tokens/s, 0.100 of")
 
 
 def test_what_an_experiment_is_held_to_is_there_or_run_before(tmp_path):
@@ -193,6 +196,18 @@ def test_steps_that_wait_on_another_stream_are_a_fault():
     assert experiments.stray_waits("step_trace 1 receive needed=None slots=[0]") == ["no step was traced"]
 
 
+def test_rates_that_were_taken_before_the_limit_are_kept(tmp_path, monkeypatch):
+    def killed(experiment, place, cards, command, log, limit_s):
+        log.write_text("BOOTED 51.5 s\n" + "".join(f"RATES {json.dumps(row)}\n" for row in rates()[:2]))
+        return "killed at its limit of 130 s", -9
+
+    monkeypatch.setattr(experiments, "watch", killed)
+    place = experiments.Place(tmp_path, tmp_path, tmp_path / "out")
+    result = experiments.run(experiments.BY_NAME["full-1-rates"], place, "0")
+    assert result["rates"] == rates()[:2]
+    assert result["faults"] == ["no answers: killed at its limit of 130 s, exit status -9"]
+
+
 def test_stages_on_one_card_are_told_so(tmp_path):
     two = experiments.BY_NAME["mixed-2"]
     for one_card, cards, memory in ((False, 2, None), (True, 1, 0.45)):
@@ -200,6 +215,9 @@ def test_stages_on_one_card_are_told_so(tmp_path):
         assert place.cards(two) == cards
         assert experiments.arguments_of(two, place).get("gpu_memory_utilization") == memory
         assert ("support/one_card" in experiments.environment(two, place, "0")["PYTHONPATH"]) is one_card
+    place = experiments.Place(tmp_path, tmp_path, tmp_path, one_card=True, at_once=4)
+    shares = [experiments.arguments_of(experiments.BY_NAME[name], place) for name in ("mixed-1", "mixed-2")]
+    assert [share["gpu_memory_utilization"] for share in shares] == [0.22, 0.11]
 
 
 def test_a_trace_is_summed_up_by_step():

@@ -1,11 +1,11 @@
 """Where the time of a step goes: one engine of the published widths and few layers, dummy weights, one card.
 
-    python3 tests/gpu/trace.py --model DIR --out FILE [--layers N] [--context N] [--arguments JSON]
+    python3 -m tests.gpu.trace NAME --site DIR --work DIR --out FILE [--layers N] [--context N]
 
-DIR is the `full-shapes` or `full-table` checkpoint of tests/support/checkpoints.py (config and tokenizer, and a prepared table). For four steps in the middle
-of a prefill, three times (plainly timed, under cProfile, under torch.profiler), then for 32 decoding steps (plainly, then
-torch.profiler), one JSON document: milliseconds a step, time in which the card had work (the union over its streams, and
-each stream by itself), launches, calls that wait for the card, the largest kernels, and the largest Python functions.
+NAME is one of the experiments with full shapes (tests/gpu/experiments.py): its checkpoint, which is made if WORK has none yet, its
+arguments and its environment. For four steps in the middle of a prefill and for 32 decoding steps, three times each (plainly timed,
+under cProfile, under torch.profiler), one JSON document: milliseconds a step, time in which the card had work (the union over its
+streams, and each stream by itself), launches, calls that wait for the card, the largest kernels, and the largest Python functions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 import cProfile
 import io
 import json
-import os
 import pathlib
 import pstats
+import subprocess
 import sys
 import tempfile
 import time
@@ -82,15 +82,40 @@ def python_functions(profile: cProfile.Profile, steps: int) -> list[str]:
 
 
 def main() -> int:
+    """Make the checkpoint and begin a process that has the experiment's environment; `traced_engine` is its part."""
+    from . import experiments
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, required=True)
+    parser.add_argument("name", choices=[e.name for e in experiments.EXPERIMENTS if e.dummy and e.stages == 1])
+    parser.add_argument("--site", type=pathlib.Path, required=True)
+    parser.add_argument("--work", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--context", type=int, default=32_768)
-    parser.add_argument("--arguments", default="{}")
+    parser.add_argument("--context", type=int, default=16_384)
     opt = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's steps in this process
+    experiment = experiments.BY_NAME[opt.name]
+    place = experiments.Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs")
+    model = place.checkpoint(experiment)
+    if not model.exists():
+        made = experiments.make_checkpoint(experiment, place)
+        printed = made.communicate()[0]
+        if made.returncode:
+            print(printed)
+            return 1
+    taken = {
+        "model": str(model),
+        "layers": opt.layers,
+        "context": opt.context,
+        "arguments": json.dumps(experiments.arguments_of(experiment, place)),
+        "out": str(opt.out.resolve()),
+    }
+    # The engine's steps in that process, and no other.
+    env = experiments.environment(experiment, place, "0") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, str(HERE / "trace.py"), json.dumps(taken)]
+    return subprocess.run(command, cwd=place.work, env=env).returncode
 
+
+def traced_engine(opt: argparse.Namespace) -> int:
     sys.path.insert(0, str(HERE))
     import engine
     import torch
@@ -98,7 +123,11 @@ def main() -> int:
     from vllm.inputs import TokensPrompt
 
     taken = argparse.Namespace(
-        model=str(smaller(opt.model, opt.layers)), stages=1, dummy=True, contexts=[], arguments=opt.arguments
+        model=str(smaller(pathlib.Path(opt.model), opt.layers)),
+        stages=1,
+        dummy=True,
+        contexts=[],
+        arguments=opt.arguments,
     )
     llm = LLM(**engine.arguments(taken))
     core = llm.llm_engine
@@ -144,7 +173,7 @@ def main() -> int:
     result["prefill"] = looked_at(STEPS, STEPS)
     step(8)
     result["decode"] = looked_at(DECODES, DECODES // 2)
-    opt.out.write_text(json.dumps(result, indent=1))
+    pathlib.Path(opt.out).write_text(json.dumps(result, indent=1))
     for phase in ("prefill", "decode"):
         found = result[phase]
         told = {
@@ -156,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main() if __package__ else traced_engine(argparse.Namespace(**json.loads(sys.argv[1]))))
