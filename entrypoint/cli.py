@@ -131,7 +131,7 @@ def _side(label: str, box: _Box, wishes: Wishes) -> Side:
     try:
         made, speed, _ = _planned(box, wishes)
     except Refusal as e:
-        if e.code != Exit.PLAN:
+        if e.code not in (Exit.PLAN, Exit.TABLE):
             raise
         return Side(label=label, refusal=e)
     return Side(label=label, plan=made, speed=speed)
@@ -179,7 +179,7 @@ def plan(
 
 
 def _compare(box: _Box, ctx: typer.Context, text: str, as_json: bool) -> None:
-    """`plan --what-if`: exits with 3 only where both sides are refused."""
+    """`plan --what-if`: exits with the first side's code where both are refused, else with 0."""
     from . import what_if as what_if_
     from .terminal import console
 
@@ -202,7 +202,7 @@ def _compare(box: _Box, ctx: typer.Context, text: str, as_json: bool) -> None:
     else:
         what_if_.show(base, other, console())
     if base.refusal and other.refusal:
-        raise typer.Exit(int(Exit.PLAN))
+        raise typer.Exit(base.refusal.code)
 
 
 @app.command(context_settings=_WISHES, epilog=_SEE)

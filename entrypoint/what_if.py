@@ -6,7 +6,7 @@ Rules
    (max_num_seqs); `-` and `_` are one. Anything else is refused with the known keys.
 3. Of two plans the rows that differ are shown, and always capacity and the bytes left on each rank. Of a rank that only one side
    has, its card and layers stand for its budget; beside a refusal, capacity and what is left stand for the whole plan.
-4. A refusal by the plan (code 3) is a side like any other. A malformed wish is a mistake and ends the command.
+4. A refusal by the plan (code 3) or of its table file (code 5) is a side like any other. A malformed wish is a mistake and ends the command.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from entrypoint import cli, what_if
-from entrypoint.errors import Refusal
+from entrypoint.errors import Exit, Refusal
 
 BOX = ["plan", "--simulate", "3x3090", "--ram", "125GiB"]
 
@@ -112,6 +112,22 @@ def test_a_side_may_be_refused_and_both_end_with_3(ran, compared):
     assert code == 3 and "refused" in out
     code, out, _ = ran("plan", "--simulate", "1x3090", "--ram", "125GiB", "--what-if", "ram=64GiB")
     assert code == 3 and "refused" in out and "fix" in out, "the same refusal on both sides is told too"
+
+
+def test_a_table_file_that_is_refused_is_a_side_too(ran, monkeypatch):
+    """Only a real box looks at its files; here the planner of one side does as it would there."""
+    planned = cli._planned
+
+    def refusing(box, wishes):
+        if wishes.value("table") == "/data/rows":
+            raise Refusal("table: /data/rows: it ends at row 7", "remove it", Exit.TABLE)
+        return planned(box, wishes)
+
+    monkeypatch.setattr(cli, "_planned", refusing)
+    code, out, _ = ran(*BOX, "--what-if", "table=/data/rows")
+    assert code == 0 and "it ends at row 7" in " ".join(out.split())
+    monkeypatch.setenv("FLASHNEXT_TABLE", "/data/rows")
+    assert ran(*BOX, "--what-if", "streams=2")[0] == 5
 
 
 @pytest.mark.parametrize(
