@@ -409,7 +409,8 @@ def hold_rates(results: list[dict], work: pathlib.Path) -> list[str]:
     One that is held to another may run beside it, each on a card of its own, so this comes when all have ended; or the other
     has run before on the same machine and left its rates in `work`.
     """
-    rates = {result["name"]: result["rates"] for result in results if "rates" in result}
+    whole = (result for result in results if "rates" in result and "tail" not in result)  # with a tail it was cut short
+    rates = {result["name"]: result["rates"] for result in whole}
     for against in {BY_NAME[name].against for name in rates} - {None, *rates}:
         if (answers := work / f"{against}.answers.json").exists():
             rates[against] = json.loads(answers.read_text())["rates"]

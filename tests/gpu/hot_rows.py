@@ -7,10 +7,10 @@ launches nor a repeated selection count. Context of 131,072 tokens, blocks of 12
 
     card      the stock kernel, K/V on the card
     uva       the stock kernel, K/V in page-locked host memory: decoding without hot rows
-    hot S     hot rows (flashnext/hot_rows.py) where the share S of 512 groups stays from step to step; for 1 request also the rate at
-              which what is missing came, over what the same takes with nothing missing
+    hot       hot rows (flashnext/hot_rows.py) where a share of the 512 groups stays from step to step; and the rate at which what is
+              missing came, over what the same takes with nothing missing
 
-Then hot rows with nothing kept for other numbers of programs that fetch. Outputs are held to the stock kernel's on the card, and the
+Then the same with nothing kept for other numbers of programs that fetch. Outputs are held to the stock kernel's on the card, and the
 number of groups fetched to the one that the selections ask for. Exit status: 0 right, 1 wrong.
 """
 
@@ -21,13 +21,13 @@ import json
 import pathlib
 import sys
 
-BLOCK, BLOCKS, HEADS, DIM, CONTEXT = 12_160, 24, 2, 256, 131_072
-QUERY_HEADS, GROUPS, RATIO, STEPS = 24, 512, 4, 8
+from host_memory import BLOCK, BLOCKS, DIM, HEADS, allocate, median_ms, replayed
+from sections import TOLERANCE
+
+CONTEXT, QUERY_HEADS, GROUPS, RATIO, STEPS = 131_072, 24, 512, 4, 8
 SHARES = (0.0, 0.5, 0.75, 0.9, 1.0)
-PROGRAMS = (8, 16, 32, 64, 128)
+PROGRAMS = (8, 16, 64, 128)
 GROUP_BYTES = RATIO * HEADS * 2 * DIM * 2
-TOLERANCE = 0.01
-"""Of the largest output, as in sections.py."""
 
 
 def selections(share: float, rows: int):
@@ -55,19 +55,17 @@ def main() -> int:
     import torch
     import vllm._custom_ops
     import vllm.models.qwen4_exp.nvidia.model  # noqa: F401  first: its modules import one another
-    from flashnext import host_pool, hot_rows
-    from host_memory import median_ms, replayed
+    from flashnext import hot_rows
     from vllm.models.qwen4_exp.nvidia.ops.qsa import qsa_sparse_paged_attention
     from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor as view
 
     torch.manual_seed(0)
     cuda = {"device": "cuda"}
-    on_card = torch.randn(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16, **cuda)
-    kept = host_pool.ExactBuffer(on_card.nbytes, host_pool.Cuda())
-    memory = kept.tensor().view(torch.bfloat16)
-    memory.copy_(on_card.view(-1))
-    pools = {"card": on_card, "uva": view(memory).view(on_card.shape)}
-    pools = {name: pool.transpose(1, 2) for name, pool in pools.items()}
+    kept: list = []
+    on_card, memory = (allocate(way, kept) for way in ("card", "exact"))
+    memory.copy_(on_card.normal_())
+    shape = BLOCKS, HEADS, BLOCK, 2 * DIM
+    pools = {"card": on_card.view(shape).transpose(1, 2), "uva": view(memory).view(shape).transpose(1, 2)}
     found, wrong = [], 0
 
     def measure(rows: int, share: float, programs: int) -> dict:
@@ -90,19 +88,15 @@ def main() -> int:
         )
         hot.begin_step(list(range(rows)), list(range(rows + 1)), [CONTEXT] * rows)
 
-        def warm() -> None:
+        def with_hot_rows() -> None:
             for pick, out in zip(picks, outs["hot"], strict=True):
                 hot.attend(0, query, pools["uva"], table, pick, owner, gate, out)
 
         row = {"rows": rows, "share": share, "programs": programs}
-        calls = {"hot": warm}
-        if programs == hot_default and share in (0.0, 1.0):
-            calls |= {"card": lambda: stock("card"), "uva": lambda: stock("uva")}
-        else:
-            stock("card")
+        calls = {"card": lambda: stock("card"), "uva": lambda: stock("uva"), "hot": with_hot_rows}
         for name, call in calls.items():
             row[name] = round(median_ms(replayed(call)) * 1e3 / STEPS, 1)
-        for name in calls:
+        for name in ("uva", "hot"):
             far = float((outs[name] - outs["card"]).abs().max() / outs["card"].abs().max())
             wrong += not far <= TOLERANCE
             row[f"{name}_off"] = round(far, 5)
@@ -113,9 +107,9 @@ def main() -> int:
         print(json.dumps(row), flush=True)
         return row
 
-    hot_default = hot_rows.PROGRAMS
+    default = hot_rows.PROGRAMS
     for rows in (1, 4):
-        at = {share: measure(rows, share, hot_default)["hot"] for share in SHARES}
+        at = {share: measure(rows, share, default)["hot"] for share in SHARES}
         for share in SHARES[:-1]:
             nbytes = rows * round((1 - share) * GROUPS) * GROUP_BYTES
             rate = nbytes / max(0.1, at[share] - at[1.0]) / 1e3

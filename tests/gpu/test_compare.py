@@ -206,6 +206,10 @@ def test_rates_that_were_taken_before_the_limit_are_kept(tmp_path, monkeypatch):
     result = experiments.run(experiments.BY_NAME["full-1-rates"], place, "0")
     assert result["rates"] == rates()[:2]
     assert result["faults"] == ["no answers: killed at its limit of 130 s, exit status -9"]
+    # They are told, and nothing is held to them.
+    host = {"name": "full-1-rates-host", "rates": rates(), "faults": []}
+    (fault,) = experiments.hold_rates([result, host], tmp_path)
+    assert "full-1-rates has left no rates" in fault and len(result["faults"]) == 1
 
 
 def test_stages_on_one_card_are_told_so(tmp_path):

@@ -83,7 +83,7 @@ def python_functions(profile: cProfile.Profile, steps: int) -> list[str]:
 
 def main() -> int:
     """Make the checkpoint and begin a process that has the experiment's environment; `traced_engine` is its part."""
-    from . import experiments
+    from . import experiments, run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[e.name for e in experiments.EXPERIMENTS if e.dummy and e.stages == 1])
@@ -96,12 +96,8 @@ def main() -> int:
     experiment = experiments.BY_NAME[opt.name]
     place = experiments.Place(opt.site.resolve(), opt.work.resolve(), opt.work.resolve() / "logs")
     model = place.checkpoint(experiment)
-    if not model.exists():
-        made = experiments.make_checkpoint(experiment, place)
-        printed = made.communicate()[0]
-        if made.returncode:
-            print(printed)
-            return 1
+    if not model.exists() and run.make_all([experiment], place):
+        return 1
     taken = {
         "model": str(model),
         "layers": opt.layers,
